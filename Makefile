@@ -1,0 +1,55 @@
+# Every target does its own set-up: `make demo` and `make test` work on a fresh clone.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SEED   ?= 0
+EXTRA  ?=
+PYTEST ?=
+
+# pip's harmless warnings are kept off the terminal; errors are shown
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
+
+.PHONY: help setup demo test test-heavy lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## virtual environment .venv with everything that development needs
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch, then quintet with its development extras (some minutes the first time)"
+	@$(PIP) '$(TORCH)'
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: setup  ## a tiny model learns to add, from nothing to a report (SEED=n, EXTRA='--set train.lr=0')
+	@mkdir -p runs; out=$$(mktemp -d runs/demo-XXXXXX); \
+	$(BIN)/quintet train recipes/sums_tiny.yaml --out $$out --set seed=$(SEED) $(EXTRA)
+
+lint: setup  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: lint  ## linters, types and all tests that need minutes at most (PYTEST='-k name')
+	@$(BIN)/python -m pytest -m 'not heavy' $(PYTEST)
+	@if [ -d mini/tests ]; then cd mini && ../$(BIN)/python -m pytest -q tests; fi
+
+test-heavy: setup  ## tests that need a real model, an optional program or a long time
+	@$(BIN)/python -m pytest -m heavy $(PYTEST)
+
+bench: setup  ## every benchmark; each prints a ratio against a peer or a limit
+	@for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || { echo "no benchmarks/bench_*.py yet"; break; }; \
+	  echo "== $$file"; $(BIN)/python "$$file"; \
+	done
+
+clean:  ## removes the virtual environment and caches, not your runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,0 +1,1 @@
+"""Experience Buffer: the group state machine and its redo log."""

@@ -1,0 +1,137 @@
+"""Cross-checks of a whole recipe: options that are fine alone and wrong together, or that would do nothing.
+
+Torch-free. Contradictions inside one section are refused by that section's own class; checks that need the
+data, the model or a user's function are made where those load. Each problem says what is wrong and what would
+work; the first one is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+from quintet.algorithms.filters import check_overlong_buffer
+from quintet.algorithms.presets import Algorithm, resolve
+from quintet.observe.config import LogConfig
+from quintet.rollout.factory import check_rollout_config
+from quintet.types import QuintetError
+
+if TYPE_CHECKING:
+    from quintet.config import RunConfig
+
+
+class Problem(NamedTuple):
+    key: str  # dotted name of the option to blame
+    message: str
+
+
+def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Problem]:
+    """Every contradiction in the tree, the most basic first. `training` False: only what matters without RL too."""
+    try:
+        algorithm = resolve(config.algorithm)
+    except QuintetError as error:
+        yield Problem(_blame(str(error)), str(error))
+        return
+    if training:
+        yield from _batching(config, algorithm)
+        yield from _old_policy(config, algorithm)
+        yield from _sampling(config)
+    yield from _engine(config)
+    yield from _held_out(config)
+    yield from _trackers(config)
+
+
+def _blame(message: str) -> str:
+    """The option that a component's message begins with, e.g. `algorithm.kl`."""
+    return message.split(maxsplit=1)[0].rstrip(":")
+
+
+def _batching(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    size, groups, mini = config.rollout.group_size, config.rollout.groups_per_step, config.train.mini_batches
+    if size == 1 and algorithm.group_relative:
+        yield Problem(
+            "rollout.group_size",
+            f"rollout.group_size is 1, but group-relative methods need n>=2: preset {algorithm.preset} compares the "
+            "samples of one prompt.\nSet rollout.group_size to 2 or more (8 is usual), or use preset reinforce",
+        )
+    try:
+        check_overlong_buffer(algorithm, config.rollout.max_tokens)
+    except QuintetError as error:
+        yield Problem(_blame(str(error)), str(error))
+    if groups % mini:
+        divisors = ", ".join(str(d) for d in range(1, groups + 1) if groups % d == 0)
+        lower, upper = groups - groups % mini, groups - groups % mini + mini
+        multiples = f"{lower} or {upper}" if lower else str(upper)
+        yield Problem(
+            "train.mini_batches",
+            f"train.mini_batches {mini} does not divide rollout.groups_per_step {groups}.\n"
+            f"groups_per_step counts prompts: {groups} x group_size {size} = {groups * size} completions a step.\n"
+            f"Use train.mini_batches {divisors}, or rollout.groups_per_step {multiples}",
+        )
+
+
+def _old_policy(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    old = config.train.old
+    if algorithm.needs_proximal and old != "trainer":
+        yield Problem(
+            "train.old",
+            f"algorithm.preset {algorithm.preset} needs the old policy before the first update, but "
+            f"train.old is {old}: set train.old to trainer",
+        )
+    if old == "sampler" and config.algorithm.correction not in (None, "none"):
+        yield Problem(
+            "algorithm.correction",
+            "algorithm.correction weighs the old policy against the sampler, but with train.old sampler they are the "
+            "same and it does nothing: remove it, or set train.old to trainer",
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        yield Problem(
+            "rollout.temperature",
+            "rollout.temperature 0 is greedy: every sample of a group is the same and there is nothing to learn from; "
+            "set it above 0 (1.0 is usual). Evaluation is greedy already",
+        )
+    truncated = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
+    truncated += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
+    if truncated:
+        yield Problem(
+            "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k",
+            f"rollout {' and '.join(truncated)}: training on truncated sampling needs the sampler's kept set of "
+            "tokens, which is not stored yet; set top_p 1.0 and top_k 0 (quintet generate may use both)",
+        )
+
+
+def _engine(config: RunConfig) -> Iterator[Problem]:
+    try:
+        check_rollout_config(config.rollout)
+    except QuintetError as error:
+        yield Problem(_blame(str(error)), str(error))
+    if config.rollout.numerics == "reproducible" and config.model.dtype != "float32":
+        yield Problem(
+            "rollout.numerics",
+            f"rollout.numerics reproducible is float32 arithmetic, but model.dtype is {config.model.dtype}: "
+            "set model.dtype float32, or rollout.numerics fast",
+        )
+
+
+def _held_out(config: RunConfig) -> Iterator[Problem]:
+    if config.eval.every and not config.data.eval_size and config.data.eval_source is None:
+        yield Problem(
+            "eval.every",
+            f"eval.every is {config.eval.every}, but nothing is held out: set data.eval_size above 0 or "
+            "data.eval_source",
+        )
+
+
+def _trackers(config: RunConfig) -> Iterator[Problem]:
+    if "wandb" in config.log.trackers and find_spec("wandb") is None:
+        yield Problem(
+            "log.trackers",
+            "log.trackers has wandb, which is not installed: pip install 'quintet[wandb]', or remove it from the list",
+        )
+    if config.log.wandb_project != LogConfig().wandb_project and "wandb" not in config.log.trackers:
+        yield Problem("log.wandb_project", "log.wandb_project is set, but log.trackers has no wandb: add it there")

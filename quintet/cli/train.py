@@ -1,0 +1,25 @@
+"""`quintet train`: a recipe to a trained model."""
+
+from __future__ import annotations
+
+import typer
+
+from quintet.cli.common import OutOption, RecipeArgument, SetOption, resumable
+from quintet.config import load_config, require_writable, run_folder
+
+
+def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None) -> None:
+    """Train a model by reinforcement learning. The same command on an existing run folder resumes it."""
+    overrides = set_ or []
+    config = load_config(recipe, overrides)
+    folder = run_folder(config, out)
+    require_writable(folder)
+
+    from quintet import api
+    from quintet.observe.progress import open_view
+
+    title = f"quintet · {config.name} · seed {config.seed}"
+    with resumable("train", recipe, overrides, folder), open_view(config.log, title=title) as view:
+        result = api.train(config, out=folder, on_event=view, handle_signals=True)
+    if config.log.console != "quiet":
+        typer.echo(f"run folder: {result.folder}\nreport:     {result.folder / 'report.html'}")

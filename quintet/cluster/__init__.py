@@ -1,0 +1,1 @@
+"""Where the modules live. `local`: all five in this process."""

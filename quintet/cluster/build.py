@@ -1,0 +1,146 @@
+"""From a config to the parts of a run: tokenizer, prompts, policy, supervised batches, rollout worker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from quintet.config import RunConfig
+from quintet.data.dataset import build_prompts, describe_skipped, load_rows
+from quintet.models.config import ModelConfig
+from quintet.models.device import resolve_device, resolve_dtype
+from quintet.models.loader import load_hf_config, load_model, load_tokenizer
+from quintet.models.lora import apply_lora, merged_state_dict
+from quintet.models.tokenizer import PromptEncoder, Tokenizer
+from quintet.protocols import RolloutWorker
+from quintet.rollout.factory import check_rollout_config, make_rollout_worker
+from quintet.train.offline import Example, sft, warm_start_config
+from quintet.types import Prompt, QuintetError, SamplingParams
+
+
+@dataclass
+class Data:
+    """The run's prompts, and what was said of rows left out."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    notes: list[str]
+
+
+@dataclass
+class Base:
+    """What is known of the model before its weights load."""
+
+    tokenizer: Tokenizer
+    hf_config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Base:
+        check_rollout_config(config.rollout)
+        device = resolve_device(config.model.device)
+        hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)
+        return cls(tokenizer, hf_config, device, resolve_dtype(config.model.dtype, device))
+
+
+def load_data(config: RunConfig, base: Base) -> Data:
+    """Raises QuintetError for data that cannot be used, see `data/dataset.py`."""
+    encode = PromptEncoder(base.tokenizer, config.model)
+    room = base.hf_config.max_position_embeddings - config.rollout.max_tokens
+    notes: list[str] = []
+    sides: list[list[Prompt]] = []
+    for rows in load_rows(config.data, config.seed):
+        prompts, skipped = build_prompts(rows, config.data, encode, prompt_limit=room)
+        notes += describe_skipped(skipped)
+        sides.append(prompts)
+    return Data(sides[0], sides[1][: config.eval.max_prompts], notes)
+
+
+def load_policy(config: ModelConfig, seed: int, *, start: Path | None = None) -> PreTrainedModel:
+    """The starting policy with float32 weights, without adapters; `start` is a folder that replaces `config.name`."""
+    if start is not None:
+        config = config.model_copy(update={"name": str(start)})
+    return load_model(config, seed=seed)
+
+
+def with_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    return model if config.lora is None else apply_lora(model, config.lora, seed)
+
+
+def rollout_worker(config: RunConfig, base: Base, model: nn.Module, version: int) -> RolloutWorker:
+    """The configured engine, loaded with the model's weights as they are now."""
+    return make_rollout_worker(
+        config.rollout,
+        hf_config=base.hf_config,
+        weights=merged_state_dict(model),
+        eos_ids=base.tokenizer.eos_ids,
+        decode=base.tokenizer.decode,
+        device=base.device,
+        dtype=base.dtype,
+        version=version,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        n=rollout.group_size,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=rollout.max_tokens,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        seed=config.seed,
+    )
+
+
+def warm_start(
+    config: RunConfig, base: Base, model: nn.Module, prompts: list[Prompt], progress: Callable[[int, dict[str, float]], None]
+) -> dict[str, float]:
+    """Supervised steps on the reference answers, in place. Blocks; meant for a thread."""
+    warm = config.warm_start
+    return sft(
+        model,
+        supervised_batches(prompts, base.tokenizer, warm.batch_size, config.seed),
+        config=warm_start_config(config.train, warm),
+        total_steps=warm.steps,
+        dtype=base.dtype,
+        progress=progress,
+    )
+
+
+def supervised_batches(
+    prompts: list[Prompt], tokenizer: Tokenizer, batch_size: int, seed: int
+) -> Iterator[list[Example]]:
+    """Batches of (prompt ids, answer ids with the end id), epoch after epoch in an order keyed by `seed`.
+
+    Raises QuintetError when a prompt has no reference answer.
+    """
+    end = tokenizer.eos_ids[0]
+    examples: list[Example] = []
+    for prompt in prompts:
+        if prompt.answer is None:
+            raise QuintetError(f"warm_start: the prompt {prompt.id} has no reference answer (data.columns.answer)")
+        examples.append((prompt.token_ids, [*tokenizer.encode(prompt.answer), end]))
+    return _epochs(examples, batch_size, seed)
+
+
+def _epochs(examples: list[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
+    rng = random.Random(f"warm-start/{seed}")
+    queue: list[Example] = []
+    while True:
+        while len(queue) < batch_size:
+            epoch = list(examples)
+            rng.shuffle(epoch)
+            queue += epoch
+        yield queue[:batch_size]
+        queue = queue[batch_size:]

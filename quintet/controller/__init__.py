@@ -1,0 +1,1 @@
+"""Controller: the loop that moves ids and references between the four other modules."""

@@ -1,0 +1,70 @@
+"""Groups -> experiences, and what a step's samples say about the run. Pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean, pstdev
+
+from quintet.types import Experience, ExperienceBatch, FinishReason, Group, Rollout, Score, expand_versions
+
+
+def to_batch(groups: list[Group], *, step: int, version: int) -> ExperienceBatch:
+    """All samples of a step in order of admission, then of sample index. Unscored ones keep `reward` None."""
+    experiences = [
+        to_experience(group, rollout, score)
+        for group in groups
+        for rollout, score in zip(group.rollouts, group.scores, strict=True)
+    ]
+    return ExperienceBatch(step=step, version=version, experiences=experiences)
+
+
+def to_experience(group: Group, rollout: Rollout, score: Score) -> Experience:
+    oldest = rollout.min_version
+    return Experience(
+        group_id=group.group_id,
+        sample_index=rollout.sample_index,
+        prompt_ids=rollout.prompt_ids,
+        response_ids=rollout.response_ids,
+        logprobs=rollout.logprobs,
+        loss_mask=list(rollout.loss_mask),
+        reward=score.reward,
+        weight_version=-1 if oldest is None else oldest,
+        weight_versions=rollout.weight_versions,
+        truncated=rollout.finish_reason is FinishReason.LENGTH,
+        metadata={"parts": score.parts},
+    )
+
+
+def sample_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """`reward/*`, `rollout/*`, `buffer/staleness_*` and `failures/*` of one step's samples."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    scores = [s for g in groups for s in g.scores]
+    out = _reward_metrics(groups, scores)
+    lengths = [sum(r.loss_mask) for r in rollouts]
+    out["rollout/response_length_mean"] = fmean(lengths)
+    out["rollout/response_length_max"] = float(max(lengths))
+    busy_s = max(r.timing.get("end_s", 0.0) for r in rollouts) - min(r.timing.get("start_s", 0.0) for r in rollouts)
+    if busy_s > 0:
+        out["rollout/tokens_per_s"] = sum(lengths) / busy_s
+    out["rollout/truncated_frac"] = fmean(r.finish_reason is FinishReason.LENGTH for r in rollouts)
+    staleness = [version - v for r in rollouts for v in expand_versions(r.weight_versions)]
+    out["buffer/staleness_max"] = float(max(staleness, default=0))
+    out["buffer/staleness_mean"] = fmean(staleness) if staleness else 0.0
+    failures = Counter(s.failure.kind.value for s in scores if s.failure is not None)
+    out |= {f"failures/{kind}": float(n) for kind, n in failures.items()}
+    return out
+
+
+def _reward_metrics(groups: list[Group], scores: list[Score]) -> dict[str, float]:
+    rewards = [s.reward for s in scores if s.reward is not None]
+    out = {"reward/unscored_frac": 1.0 - len(rewards) / len(scores)}
+    if rewards:
+        out |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        out |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+    for name in sorted({name for s in scores for name in s.parts}):
+        values = [v for s in scores if (v := s.parts.get(name)) is not None]
+        if values:
+            out[f"reward/{name}/mean"] = fmean(values)
+    spreads = [{s.reward for s in g.scores if s.reward is not None} for g in groups]
+    out["reward/zero_std_frac"] = fmean(len(values) <= 1 for values in spreads)
+    return out

@@ -1,0 +1,1 @@
+"""Where prompts come from: files, data sets, procedural tasks, and the order in which they are drawn."""

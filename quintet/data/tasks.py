@@ -1,0 +1,256 @@
+"""Procedural tasks: questions with known answers, made on the spot, each question once.
+
+A task is a function `(*, seed, **args) -> iterable of rows`; a row has `prompt` and `answer`, and what
+else it has travels as metadata. Add one by its import path (`task:my_package.tasks:make`) or below.
+Operands and answers are strings where their writing matters (padding, reversed digits).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import random
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, validate_call
+
+from quintet.data.rows import Row, as_rows
+from quintet.types import QuintetError
+
+Task = Callable[..., Iterable[Mapping[str, Any]]]
+MAX_ENUMERATED = 1_000_000
+
+
+def task_rows(name: str, args: Mapping[str, Any], seed: int) -> list[Row]:
+    """Rows of the task `name` (of `TASKS`, or `module:function`) in an order fixed by `seed`.
+
+    Raises QuintetError for an unknown task, an unknown or wrong argument, or a task that makes no row.
+    """
+    task = _find(name)
+    _check_args(name, task, args)
+    try:
+        records = list(validate_call(config=ConfigDict(strict=True))(task)(seed=seed, **args))
+    except ValidationError as error:
+        first = error.errors()[0]
+        argument = ".".join(map(str, first["loc"]))
+        raise QuintetError(f"data.args.{argument} of task:{name}: {first['msg']}, found {first['input']!r}.") from error
+    if not records:
+        raise QuintetError(f"task:{name} makes no row with these arguments: {dict(args)}.")
+    return as_rows(f"task:{name}", records)
+
+
+def _find(name: str) -> Task:
+    if ":" in name:
+        return _import(name)
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
+        raise QuintetError(
+            f"data.source: there is no task {name!r}; the nearest is {near!r}.\n"
+            f"There are {', '.join(TASKS)}, or your own as task:module:function."
+        )
+    return TASKS[name]
+
+
+def _import(path: str) -> Task:
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise QuintetError(f"data.source: the task module {module_name!r} cannot be imported: {error}.") from error
+    task = vars(module).get(function_name)
+    if not callable(task):
+        raise QuintetError(f"data.source: {module_name!r} has no function {function_name!r}.")
+    return task
+
+
+def _check_args(name: str, task: Task, args: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(task).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = [p for p in parameters if p != "seed"]
+    for arg in args:
+        if arg not in known:
+            near = difflib.get_close_matches(arg, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise QuintetError(f"data.args: task:{name} has no argument {arg!r}.{hint}\nIt takes {', '.join(known)}.")
+
+
+def sums(
+    *,
+    seed: int,
+    min: int = 0,
+    max: int = 99,
+    count: int | None = None,
+    digits: int = 0,
+    answer_digits: int = 0,
+    reverse: bool = False,
+    template: str = "What is {a} + {b}? Answer with only the number.",
+) -> Iterator[dict[str, Any]]:
+    """a + b for every pair in min..max, shuffled; `count` keeps the first so many.
+
+    `digits` pads the operands with zeros to that width, `answer_digits` the answer; `reverse` writes
+    the answer's digits from the last to the first (59 for 95), the order in which carries are made.
+    """
+    for a, b in _pairs(seed, min, max, count):
+        yield _operation(a, b, a + b, digits, answer_digits, reverse, template)
+
+
+def differences(
+    *,
+    seed: int,
+    min: int = 0,
+    max: int = 99,
+    count: int | None = None,
+    digits: int = 0,
+    answer_digits: int = 0,
+    reverse: bool = False,
+    template: str = "What is {a} - {b}? Answer with only the number.",
+) -> Iterator[dict[str, Any]]:
+    """a - b, arguments as in `sums`; a negative answer keeps its sign in front when reversed."""
+    for a, b in _pairs(seed, min, max, count):
+        yield _operation(a, b, a - b, digits, answer_digits, reverse, template)
+
+
+def products(
+    *,
+    seed: int,
+    min: int = 0,
+    max: int = 12,
+    count: int | None = None,
+    digits: int = 0,
+    answer_digits: int = 0,
+    reverse: bool = False,
+    template: str = "What is {a} * {b}? Answer with only the number.",
+) -> Iterator[dict[str, Any]]:
+    """a x b, arguments as in `sums`."""
+    for a, b in _pairs(seed, min, max, count):
+        yield _operation(a, b, a * b, digits, answer_digits, reverse, template)
+
+
+def compare(
+    *,
+    seed: int,
+    min: int = 0,
+    max: int = 99,
+    count: int | None = None,
+    digits: int = 0,
+    template: str = "Compare {a} and {b}. Answer with only <, > or =.",
+) -> Iterator[dict[str, Any]]:
+    """The sign between a and b, for every pair in min..max."""
+    for a, b in _pairs(seed, min, max, count):
+        sign = "<" if a < b else ">" if a > b else "="
+        yield _pair_row(a, b, sign, digits, template)
+
+
+def copy(
+    *,
+    seed: int,
+    count: int = 1000,
+    min_length: int = 3,
+    max_length: int = 8,
+    alphabet: str = string.ascii_lowercase,
+    template: str = "Repeat this string: {s}",
+) -> Iterator[dict[str, Any]]:
+    """`count` distinct random strings over `alphabet`, answered by themselves."""
+    for s in _strings(seed, count, min_length, max_length, alphabet):
+        yield {"prompt": _fill(template, s=s), "answer": s, "s": s}
+
+
+def reverse(
+    *,
+    seed: int,
+    count: int = 1000,
+    min_length: int = 3,
+    max_length: int = 8,
+    alphabet: str = string.ascii_lowercase,
+    template: str = "Write this string backwards: {s}",
+) -> Iterator[dict[str, Any]]:
+    """Strings as in `copy`, answered from the last character to the first."""
+    for s in _strings(seed, count, min_length, max_length, alphabet):
+        yield {"prompt": _fill(template, s=s), "answer": s[::-1], "s": s}
+
+
+def sort(
+    *,
+    seed: int,
+    count: int = 1000,
+    min_length: int = 3,
+    max_length: int = 8,
+    alphabet: str = string.ascii_lowercase,
+    template: str = "Sort the letters of this string: {s}",
+) -> Iterator[dict[str, Any]]:
+    """Strings as in `copy`, answered with their characters in the order of `alphabet`."""
+    for s in _strings(seed, count, min_length, max_length, alphabet):
+        yield {"prompt": _fill(template, s=s), "answer": "".join(sorted(s, key=alphabet.index)), "s": s}
+
+
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {
+        "sums": sums,
+        "differences": differences,
+        "products": products,
+        "compare": compare,
+        "copy": copy,
+        "reverse": reverse,
+        "sort": sort,
+    }
+)
+
+
+def _pairs(seed: int, low: int, high: int, count: int | None) -> Iterator[tuple[int, int]]:
+    if low < 0 or high < low:
+        raise QuintetError(f"data.args: min {low} and max {high} leave no pair; 0 <= min <= max is needed.")
+    width = high - low + 1
+    total = width * width
+    wanted = total if count is None else count
+    if not 0 < wanted <= total:
+        raise QuintetError(f"data.args.count: {count}, but min {low} and max {high} make {total} different pairs.")
+    if wanted > MAX_ENUMERATED:
+        raise QuintetError(f"data.args: {wanted} pairs are too many to hold. Set count to at most {MAX_ENUMERATED}.")
+    for index in random.Random(f"pairs/{seed}").sample(range(total), wanted):
+        yield low + index // width, low + index % width
+
+
+def _operation(
+    a: int, b: int, value: int, digits: int, answer_digits: int, reverse: bool, template: str
+) -> dict[str, Any]:
+    sign, text = "-" if value < 0 else "", str(abs(value)).zfill(answer_digits)
+    return _pair_row(a, b, sign + (text[::-1] if reverse else text), digits, template) | {"value": value}
+
+
+def _pair_row(a: int, b: int, answer: str, digits: int, template: str) -> dict[str, Any]:
+    prompt = _fill(template, a=str(a).zfill(digits), b=str(b).zfill(digits))
+    return {"prompt": prompt, "answer": answer, "a": a, "b": b}
+
+
+def _strings(seed: int, count: int, low: int, high: int, alphabet: str) -> Iterator[str]:
+    letters = sorted(set(alphabet))
+    if not letters or not 0 < low <= high:
+        raise QuintetError("data.args: an alphabet and 0 < min_length <= max_length are needed.")
+    total = sum(len(letters) ** length for length in range(low, high + 1))
+    if not 0 < count <= min(total // 2, MAX_ENUMERATED):  # half: drawing until distinct stays quick
+        raise QuintetError(
+            f"data.args.count: {count}, but at most {min(total // 2, MAX_ENUMERATED)} distinct strings can be drawn "
+            f"({len(letters)} letters, length {low} to {high})."
+        )
+    draw = random.Random(f"strings/{seed}")
+    seen: set[str] = set()
+    while len(seen) < count:
+        text = "".join(draw.choices(letters, k=draw.randint(low, high)))
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _fill(template: str, **fields: str) -> str:
+    try:
+        return template.format(**fields)
+    except (KeyError, IndexError, ValueError) as error:
+        names = ", ".join(f"{{{field}}}" for field in fields)
+        raise QuintetError(
+            f"data.args.template: {template!r} cannot be filled: {error!r}.\nIts fields are {names}."
+        ) from error

@@ -1,0 +1,1 @@
+"""Loading, adapting and saving the language model and its tokenizer."""

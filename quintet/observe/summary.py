@@ -1,0 +1,72 @@
+"""`summary.json`: what a run was and what came of it, for machines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from quintet.files import write_whole
+
+VERSIONED = ("quintet", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB, macOS bytes
+
+
+def library_versions() -> dict[str, str]:
+    """Python and the libraries that decide what a run computes; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def build_summary(
+    *,
+    recipe: str,
+    seed: int,
+    steps: int,
+    seconds: float,
+    evals: Mapping[str, float],
+    config_digest: str,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The summary of a run so far.
+
+    `steps`: controller steps done; `seconds`: wall time over all sittings; `evals`: `eval/n`,
+    `eval/accuracy_untrained`, `eval/accuracy_before` (after the warm start, before RL),
+    `eval/accuracy_after`, as far as they are known.
+    """
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "steps": steps,
+        "seconds": round(seconds, 3),
+        **evals,
+        **(extra or {}),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "config_digest": config_digest,
+        "versions": library_versions(),
+    }
+
+
+def write_summary(folder: str | Path, summary: Mapping[str, Any]) -> Path:
+    """Write `<folder>/summary.json`, whole or not at all."""
+    return write_whole(Path(folder) / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_summary(folder: str | Path) -> dict[str, Any]:
+    """The summary of a run folder; raises FileNotFoundError where there is none yet."""
+    return json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))

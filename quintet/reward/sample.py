@@ -1,0 +1,54 @@
+"""What a reward function is given, and what it gives back, as plain picklable data.
+
+A `Sample` is one rollout with the parts of its prompt that a grader may need. It crosses the process
+seam to a worker, so that this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quintet.types import FinishReason, Group
+
+Info = dict[str, Any]
+
+
+class Sample(msgspec.Struct):
+    """One completion to be graded."""
+
+    prompt_id: str
+    text: str  # the response, decoded once, cut at the stop
+    response_ids: list[int]
+    truncated: bool  # cut by max_tokens or the context
+    messages: list[dict[str, Any]] | None = None  # set: the prompt is conversational
+    prompt_text: str = ""
+    answer: str | None = None
+    task_type: str = ""
+    test_cases: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] = {}
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`value` None: the function abstains. `info` goes into `Score.info` under the function's name."""
+
+    value: float | None
+    info: Info = {}
+
+
+def sample_of(group: Group, index: int) -> Sample:
+    """The sample of `group.rollouts[index]`."""
+    prompt, rollout = group.prompt, group.rollouts[index]
+    return Sample(
+        prompt_id=prompt.id,
+        text=rollout.text,
+        response_ids=rollout.response_ids,
+        truncated=rollout.finish_reason == FinishReason.LENGTH,
+        messages=prompt.messages,
+        prompt_text=prompt.text or "",
+        answer=prompt.answer,
+        task_type=prompt.task_type,
+        test_cases=prompt.test_cases,
+        metadata=prompt.metadata,
+    )

@@ -1,0 +1,1 @@
+"""Rollout workers: prompts in, trajectories out. Start at `factory.make_rollout_worker`."""

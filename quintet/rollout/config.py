@@ -1,0 +1,33 @@
+"""The rollout worker: how much is sampled, how, and by which engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    engine: str = Field(
+        "embedded", description="embedded (continuous batching), transformers (any architecture), or module:Class"
+    )
+    groups_per_step: int = Field(8, gt=0, description="prompts in one controller step")
+    group_size: int = Field(8, gt=0, description="samples per prompt")
+    numerics: Literal["fast", "reproducible"] = Field(
+        "fast", description="reproducible: float32, a sample's ids and bits do not depend on what it was batched with"
+    )
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(256, gt=0, description="new tokens per sample")
+    stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    max_running: int = Field(128, gt=0, description="sequences decoded together at most")
+    page_size: int = Field(16, gt=0, description="tokens per KV page")
+    kv_pages: int | None = Field(None, gt=0, description="pages in all; null: as many as needed, grown on demand")
+    prefill_tokens: int = Field(2048, gt=0, description="prompt tokens prefilled per engine step at most")
+    timeout_s: float | None = Field(
+        None, gt=0, description="a group that takes longer is aborted and tried again (3 tries); null: no limit"
+    )

@@ -1,0 +1,251 @@
+"""The asyncio face of a synchronous engine: its own thread, futures per call, commands between steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from quintet.rollout.config import RolloutConfig
+from quintet.rollout.engine.engine import Engine, EngineStats, SyncEngine
+from quintet.rollout.engine.sequence import Decode, Finished, check_params
+from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
+from quintet.weights import open_weights
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _Call:
+    """One `generate` call: a place for each rollout, and the future of all of them."""
+
+    def __init__(self, groups: int, samples: int) -> None:
+        self.future: Future[list[Rollout]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self.rows: dict[int, int] = {}  # request -> place of its group
+        self._places: list[list[Rollout | None]] = [[None] * samples for _ in range(groups)]
+        self._missing = groups * samples
+
+    def put(self, request: int, rollout: Rollout) -> None:
+        self._places[self.rows[request]][rollout.sample_index] = rollout
+        self._missing -= 1
+        if self._missing == 0:
+            self.future.set_result([r for row in self._places for r in row if r is not None])
+
+
+class EngineWorker:
+    """`RolloutWorker` over any `SyncEngine`. All engine calls happen in one thread, between or in steps.
+
+    Concurrent `generate` calls share the engine's batch. An exception in the engine ends what was in flight with
+    `Rollout.failure` (kind engine); the worker stays up and is unhealthy until a step succeeds.
+    """
+
+    def __init__(self, engine: SyncEngine) -> None:
+        self._engine = engine
+        self._threads = torch.get_num_threads()
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._calls: dict[int, _Call] = {}
+        self._closing = False
+        self._error = ""
+        self._last_stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+    ) -> list[Rollout]:
+        """See `RolloutWorker.generate`. Raises QuintetError on wrong sampling parameters, on a `weight_version` newer
+        than the engine's, and after `close`. A cancelled call takes its samples out of the batch."""
+        check_params(sampling_params)
+        if not prompts:
+            return []
+        call = _Call(len(prompts), sampling_params.n)
+        self._submit(lambda: self._admit(call, prompts, sampling_params, weight_version))
+        try:
+            return await asyncio.wrap_future(call.future)
+        except asyncio.CancelledError:
+            if not self._closing:
+                self._submit(lambda: self._engine.abort_requests(call.rows.keys()))
+            raise
+
+    async def update_weights(self, weight_path: WeightRef, version: int) -> None:
+        """Whole or not at all, between two steps. Raises QuintetError when the weights do not fit the model."""
+        if weight_path.version != version:
+            raise QuintetError(
+                f"Weight update to version {version}: {weight_path.location} holds version {weight_path.version}."
+            )
+        weights = await asyncio.to_thread(open_weights, weight_path)
+        await asyncio.wrap_future(self._submit(lambda: self._update(weights, version)))
+
+    async def health_check(self) -> Health:
+        stats = self._engine.stats()
+        message = "closed" if self._closing else self._error
+        return Health(
+            ok=not message,
+            version=self._engine.version,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_used=stats.kv_used,
+            memory_bytes=stats.memory_bytes,
+            message=message,
+        )
+
+    async def abort(self, group_ids: list[GroupId]) -> None:
+        wanted = frozenset(group_ids)
+        await asyncio.wrap_future(self._submit(lambda: self._engine.abort(wanted)))
+
+    async def close(self) -> None:
+        """End the thread after the step in progress; samples in flight fail. May be called twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: tokens per second of engine time, preemptions, share of prompt tokens not recomputed
+        because a group's samples share them; and what runs and waits now."""
+        last, now = self._last_stats, self._engine.stats()
+        self._last_stats = now
+        return _metrics(last, now)
+
+    def _submit(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` in the engine's thread before its next step."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if self._closing or not self._thread.is_alive():
+                raise QuintetError("The rollout worker is closed.")
+            self._commands.append(run)
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP and MKL keep the number per thread
+        try:
+            while self._next_commands():
+                if self._engine.has_work:
+                    self._deliver(self._step())
+        finally:
+            self._shut()
+
+    def _next_commands(self) -> bool:
+        """Wait for something to do and carry out what was submitted; False when closing."""
+        with self._wake:
+            while not (self._commands or self._closing or self._engine.has_work):
+                self._wake.wait()
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        return True
+
+    def _step(self) -> list[Finished]:
+        try:
+            finished = self._engine.step()
+        except Exception as error:
+            _log.exception("rollout engine step failed")
+            self._error = f"{type(error).__name__}: {error}"
+            return self._engine.fail_all(f"the engine stopped: {self._error}")
+        self._error = ""
+        return finished
+
+    def _shut(self) -> None:
+        with self._wake:
+            self._closing = True
+            commands, self._commands = self._commands, deque()
+        for command in commands:  # nobody may wait for ever; what they queue is failed below
+            command()
+        try:
+            self._deliver(self._engine.fail_all("the rollout worker was closed"))
+        finally:
+            for call in self._calls.values():
+                if not call.future.done():
+                    call.future.set_exception(RuntimeError("the rollout engine's thread ended"))
+
+    def _deliver(self, finished: list[Finished]) -> None:
+        for request, rollout in finished:
+            call = self._calls[request]
+            call.put(request, rollout)
+        for request in {request for request, _ in finished}:
+            if self._calls[request].future.done():
+                del self._calls[request]
+
+    def _admit(self, call: _Call, groups: list[Group], params: SamplingParams, weight_version: int) -> None:
+        if self._engine.version < weight_version:
+            call.future.set_exception(
+                QuintetError(
+                    f"generate() asks for weight version {weight_version}, the engine has {self._engine.version}.\n"
+                    "Call update_weights() with that version first."
+                )
+            )
+            return
+        for place, group in enumerate(groups):
+            request = self._engine.add_group(group, params)
+            call.rows[request] = place
+            self._calls[request] = call
+
+    def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._engine.update_weights(weights, version)
+        self._error = ""
+
+
+class EmbeddedRolloutWorker(EngineWorker):
+    """The embedded engine behind the protocol; arguments as for `Engine`."""
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        eos_ids: Collection[int],
+        decode: Decode,
+        config: RolloutConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        version: int = 0,
+    ) -> None:
+        super().__init__(
+            Engine(
+                hf_config,
+                weights,
+                eos_ids=eos_ids,
+                decode=decode,
+                config=config,
+                device=device,
+                dtype=dtype,
+                version=version,
+            )
+        )
+
+
+def _metrics(last: EngineStats, now: EngineStats) -> dict[str, float]:
+    busy_s = now.busy_s - last.busy_s
+    tokens = now.sampled_tokens - last.sampled_tokens
+    prompt = now.prompt_tokens - last.prompt_tokens
+    computed = now.computed_prompt_tokens - last.computed_prompt_tokens
+    return {
+        "rollout/engine_tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0,
+        "rollout/sampled_tokens": float(tokens),
+        "rollout/preemptions": float(now.preemptions - last.preemptions),
+        "rollout/prefix_shared_frac": 1.0 - computed / prompt if prompt else 0.0,
+        "rollout/running": float(now.running),
+        "rollout/waiting": float(now.waiting),
+        "rollout/kv_used": now.kv_used,
+    }

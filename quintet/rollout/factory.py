@@ -1,0 +1,164 @@
+"""From `rollout.engine` to a worker. Wrong values are refused before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from quintet.protocols import RolloutWorker
+from quintet.rollout.config import RolloutConfig
+from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+_METHODS = ("generate", "update_weights", "health_check", "abort")
+_EMBEDDED_ONLY = ("page_size", "kv_pages", "prefill_tokens")
+
+
+def check_rollout_config(config: RolloutConfig) -> None:
+    """Raises QuintetError for an engine that does not exist or options that it would ignore. Imports no torch."""
+    if config.engine in ("embedded", "transformers"):
+        if config.engine == "transformers":
+            _check_transformers(config)
+        return
+    module, _, name = config.engine.partition(":")
+    if not module or not name:
+        raise QuintetError(
+            f"rollout.engine: {config.engine!r} is not an engine.\n"
+            "Use embedded, transformers, or the path of your own class as package.module:Class."
+        )
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise QuintetError(f"rollout.engine: {config.engine!r}: there is no module {module!r} on the Python path.")
+
+
+def _check_transformers(config: RolloutConfig) -> None:
+    if config.numerics == "reproducible":
+        raise QuintetError(
+            "rollout.numerics: reproducible is kept by rollout.engine: embedded only; set rollout.numerics: fast."
+        )
+    ignored = [name for name in _EMBEDDED_ONLY if name in config.model_fields_set]
+    if ignored:
+        raise QuintetError(f"rollout.{ignored[0]} has no effect with rollout.engine: transformers; remove it.")
+
+
+def make_rollout_worker(
+    config: RolloutConfig,
+    *,
+    hf_config: PretrainedConfig,
+    weights: Mapping[str, Tensor],
+    eos_ids: Collection[int],
+    decode: Callable[[list[int]], str],
+    device: torch.device,
+    dtype: torch.dtype,
+    version: int = 0,
+    trust_remote_code: bool = False,
+) -> RolloutWorker:
+    """The worker that `config.engine` names, loaded with `weights` (a merged Hugging Face state dict).
+
+    A class of the user's own gets `(hf_config, weights, eos_ids=, decode=, config=, device=, dtype=, version=)`, and
+    what it returns is checked. Raises QuintetError as `check_rollout_config` does, and as the engine itself does.
+    """
+    check_rollout_config(config)
+    if config.engine == "transformers":
+        return _transformers_worker(
+            config, hf_config, weights, eos_ids, decode, device, dtype, version, trust_remote_code
+        )
+    if config.engine == "embedded":
+        from quintet.rollout.engine.worker import EmbeddedRolloutWorker
+
+        make: Callable[..., RolloutWorker] = EmbeddedRolloutWorker
+    else:
+        make = _load_class(config.engine)
+    worker = make(
+        hf_config, weights, eos_ids=eos_ids, decode=decode, config=config, device=device, dtype=dtype, version=version
+    )
+    return worker if config.engine == "embedded" else CheckedRolloutWorker(worker, config.engine)
+
+
+def _transformers_worker(
+    config: RolloutConfig,
+    hf_config: PretrainedConfig,
+    weights: Mapping[str, Tensor],
+    eos_ids: Collection[int],
+    decode: Callable[[list[int]], str],
+    device: torch.device,
+    dtype: torch.dtype,
+    version: int,
+    trust_remote_code: bool,
+) -> RolloutWorker:
+    from transformers import AutoModelForCausalLM
+
+    from quintet.rollout.engine.loading import load_weights
+    from quintet.rollout.transformers_engine import TransformersRolloutWorker
+
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code).to(device)
+    load_weights(model.state_dict(), weights)
+    return TransformersRolloutWorker(model, eos_ids=eos_ids, decode=decode, config=config, version=version)
+
+
+def _load_class(path: str) -> Callable[..., RolloutWorker]:
+    module, _, name = path.partition(":")
+    loaded = importlib.import_module(module)
+    if name not in vars(loaded):
+        raise QuintetError(f"rollout.engine: {path!r}: module {module!r} has no {name!r}.")
+    found = vars(loaded)[name]
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if not isinstance(found, type) or missing:
+        what = f"lacks {', '.join(missing)}()" if isinstance(found, type) else "is not a class"
+        raise QuintetError(f"rollout.engine: {path!r} {what}; see quintet.protocols.RolloutWorker.")
+    return found
+
+
+class CheckedRolloutWorker:
+    """Passes everything on to a worker of the user's own and refuses rollouts that could not be trained on."""
+
+    def __init__(self, worker: RolloutWorker, name: str) -> None:
+        self.worker = worker
+        self._name = name
+
+    async def generate(
+        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+    ) -> list[Rollout]:
+        rollouts = await self.worker.generate(prompts, sampling_params, weight_version)
+        expected = [(g.group_id, index) for g in prompts for index in range(sampling_params.n)]
+        if [(r.group_id, r.sample_index) for r in rollouts] != expected:
+            raise QuintetError(
+                f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given."
+            )
+        for rollout in rollouts:
+            check_rollout(rollout, self._name)
+        return rollouts
+
+    async def update_weights(self, weight_path: WeightRef, version: int) -> None:
+        await self.worker.update_weights(weight_path, version)
+
+    async def health_check(self) -> Health:
+        return await self.worker.health_check()
+
+    async def abort(self, group_ids: list[GroupId]) -> None:
+        await self.worker.abort(group_ids)
+
+
+def check_rollout(rollout: Rollout, engine: str) -> None:
+    """Raises QuintetError when a list that must have one entry per sampled token has not."""
+    tokens = len(rollout.response_ids)
+    lengths = {
+        "logprobs": len(rollout.logprobs),
+        "loss_mask": len(rollout.loss_mask),
+        "weight_versions": sum(run.length for run in rollout.weight_versions),
+    }
+    for name, length in lengths.items():
+        if length != tokens:
+            raise QuintetError(
+                f"rollout.engine {engine}: a response of {tokens} tokens came with {length} {name}.\n"
+                "Training needs one entry per sampled token; make the engine return them."
+            )

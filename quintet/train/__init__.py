@@ -1,0 +1,1 @@
+"""The train worker: packed forward, optimizer, batching, checkpoints and the supervised loop."""

@@ -1,0 +1,69 @@
+"""A step's experiences -> mini-batches (one optimizer step each) -> micro-batches (one forward each).
+
+Mini-batches keep groups whole and the given order. Micro-batches only bound memory: the loss divides by
+the counts of the mini-batch, so that how it is cut changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from quintet.algorithms.aggregate import Counts
+from quintet.train.forward import Layout
+from quintet.train.packing import TokenSample
+from quintet.types import Experience, GroupId
+
+
+def trainable(experiences: Iterable[Experience]) -> list[Experience]:
+    """Scored samples with at least one loss token. The others leave loss and counts."""
+    return [e for e in experiences if e.reward is not None and any(e.loss_mask)]
+
+
+def token_sample(experience: Experience) -> TokenSample:
+    return TokenSample(experience.prompt_ids, experience.response_ids, experience.loss_mask)
+
+
+def mini_batches(experiences: Sequence[Experience], n: int) -> list[list[Experience]]:
+    """At most `n` contiguous runs of whole groups, as equal in groups as can be; none is empty."""
+    groups: dict[GroupId, list[Experience]] = {}
+    for e in experiences:
+        groups.setdefault(e.group_id, []).append(e)
+    members = list(groups.values())
+    n = min(n, len(members))
+    bounds = [len(members) * i // n for i in range(n + 1)] if n else []
+    return [[e for g in members[a:b] for e in g] for a, b in pairwise(bounds)]
+
+
+def counts(experiences: Sequence[Experience]) -> Counts:
+    """The denominators of one optimizer step: loss tokens, sequences, longest response in tokens."""
+    return Counts(
+        tokens=float(sum(sum(e.loss_mask) for e in experiences)),
+        sequences=float(len(experiences)),
+        max_length=max((len(e.response_ids) for e in experiences), default=0),
+    )
+
+
+def micro_batches(samples: Sequence[TokenSample], max_tokens: int, layout: Layout) -> list[range]:
+    """Cut samples, in order, into runs whose forward takes at most `max_tokens` tokens; a longer sample goes alone.
+
+    A shared prompt counts once per run; padded rows count with their padding.
+    """
+    runs: list[range] = []
+    start, tokens, longest, prompts = 0, 0, 0, set[tuple[int, ...]]()
+    for i, sample in enumerate(samples):
+        prompt, body = tuple(sample.prompt_ids), len(sample.response_ids) - 1
+        whole = len(prompt) + body
+        if layout is Layout.PADDED:
+            cost = (i - start + 1) * max(longest, whole)
+        else:
+            cost = tokens + (body if layout is Layout.SHARED and prompt in prompts else whole)
+        if i > start and cost > max_tokens:
+            runs.append(range(start, i))
+            start, longest, cost = i, 0, whole
+            prompts.clear()
+        tokens, longest = cost, max(longest, whole)
+        prompts.add(prompt)
+    if samples:
+        runs.append(range(start, len(samples)))
+    return runs

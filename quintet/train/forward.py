@@ -1,0 +1,187 @@
+"""Token log-probabilities of a causal language model on its own samples, for any Hugging Face architecture.
+
+The decoder runs on a packed row (or on padded rows where its attention cannot be packed), the output
+embedding only on the rows that a loss token needs, chunk by chunk. Which form a model gets is decided
+once: from its config, then verified on a few tokens against the model's own plain forward.
+
+Left out: attention-weight dropout and the pretrained model's other dropouts. The policy that is trained
+is the one that sampled; only LoRA's own dropout acts in training mode.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from quintet.models.lora import base_model
+from quintet.train import attention
+from quintet.train.head import HeadConfig, LogitTransform, logprobs_from_logits, token_logprobs
+from quintet.train.packing import LossRows, TokenSample, pack, pad
+from quintet.types import QuintetError
+
+log = logging.getLogger(__name__)
+
+# Largest difference of a float32 log-probability between two correct ways of computing it.
+PROBE_TOLERANCE = 1e-4
+
+
+class Layout(StrEnum):
+    """How samples are laid out for the decoder."""
+
+    SHARED = "shared"  # packed, a prompt once for all samples that have it
+    PACKED = "packed"  # packed, every sample whole
+    PADDED = "padded"  # one right-padded row per sample
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """float32 [B, T] each, T the longest response; 0 where the loss mask is 0."""
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    rows: int  # tokens that went through the decoder, padding included
+
+
+class PolicyForward:
+    """Computes log-probabilities of `model`'s policy at a temperature.
+
+    The model's attention is replaced while this object is in use; `release()` gives it back. `dtype`
+    bfloat16 means autocast over the float32 weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        shared_prompt: bool = True,
+        head_chunk_tokens: int = 1024,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self.model = model
+        self._base = base_model(model)
+        self._dtype = dtype
+        self._temperature = temperature
+        self.device = next(model.parameters()).device
+        transform = LogitTransform.from_config(self._base.config)
+        self._head_config = HeadConfig(temperature, head_chunk_tokens, dtype, transform)
+        self._kernel: attention.Kernel | None = None
+        self._head: nn.Linear | None = None
+        self.layout = Layout.PADDED
+        self._choose(Layout.SHARED if shared_prompt else Layout.PACKED)
+        self._recomputed = _recompute_layers(self._base) if activation_checkpointing else []
+
+    def __call__(self, samples: Sequence[TokenSample]) -> TokenLogprobs:
+        """Log-probabilities and entropies at the loss tokens of B samples. Differentiable under grad mode."""
+        enabled = self._dtype == torch.bfloat16
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
+            logprobs_N, entropy_N, loss, rows = self._loss_tokens(samples, self.layout, self._head_config)
+        return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows)
+
+    def training_mode(self) -> None:
+        """LoRA's dropout on, every other dropout off."""
+        self.model.eval()
+        for name, module in self.model.named_modules():
+            if "lora_dropout" in name:
+                module.training = True
+
+    def release(self) -> None:
+        """Give the model its own attention back. The object cannot be used afterwards."""
+        if self._kernel is not None:
+            attention.uninstall(self._base, self._kernel)
+            self._kernel = None
+        for layer in self._recomputed:
+            del layer.forward
+        self._recomputed = []
+
+    def _loss_tokens(
+        self, samples: Sequence[TokenSample], layout: Layout, head_config: HeadConfig
+    ) -> tuple[Tensor, Tensor, LossRows, int]:
+        inputs: dict[str, object]
+        if layout is Layout.PADDED:
+            padded = pad(samples, device=self.device)
+            loss, ids = padded.loss, padded.input_ids_BL
+            inputs = {"attention_mask": padded.attention_mask_BL, "position_ids": padded.position_ids_BL}
+        else:
+            row = pack(samples, shared_prompt=layout is Layout.SHARED, device=self.device)
+            loss, ids = row.loss, row.input_ids_1T
+            assert self._kernel is not None
+            plan = attention.AttentionPlan(row, self._kernel)
+            inputs = {"position_ids": row.position_ids_1T, "attention_plan": plan}
+        if self._head is None:
+            logits = self._base(input_ids=ids, use_cache=False, **inputs).logits.flatten(0, 1)
+            values = logprobs_from_logits(logits[loss.source_N], loss.target_N, head_config.temperature)
+        else:
+            decoder = self._base.get_decoder()
+            hidden = decoder(input_ids=ids, use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
+            values = token_logprobs(hidden[loss.source_N], self._head, loss.target_N, head_config)
+        return *values, loss, ids.numel()
+
+    def _choose(self, wanted: Layout) -> None:
+        """Set layout and head: the model's config proposes, a comparison with its plain forward decides."""
+        was_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        probe = _probe_samples(self._base.config.get_text_config().vocab_size)
+        expected_N = self._probe(probe, Layout.PADDED)
+        output = self._base.get_output_embeddings()
+        if type(output) is nn.Linear:
+            self._head = output
+            if not _agree(self._probe(probe, Layout.PADDED), expected_N):
+                self._head = None
+        if self._head is None:
+            log.warning("%s: its logits are no plain head; full logits are held", type(self._base).__name__)
+        reason = attention.unsupported_reason(self._base)
+        if reason is None:
+            self._kernel = attention.install(self._base)
+            if _agree(self._probe(probe, wanted), expected_N):
+                self.layout = wanted
+            else:
+                attention.uninstall(self._base, self._kernel)
+                self._kernel = None
+                reason = "its packed forward differs from its plain one"
+        if reason is not None:
+            log.warning("%s: samples are padded, not packed: %s", type(self._base).__name__, reason)
+        for module in was_training:
+            module.training = True
+
+    @torch.no_grad()
+    def _probe(self, samples: Sequence[TokenSample], layout: Layout) -> Tensor:
+        exact = HeadConfig(1.0, self._head_config.chunk_tokens, torch.float32, self._head_config.transform)
+        with torch.autocast(self.device.type, enabled=False):
+            return self._loss_tokens(samples, layout, exact)[0]
+
+
+def _recompute_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Keep only each decoder layer's input for the backward pass. (transformers' own switch needs training
+    mode, which would turn on the layers' dropout.)"""
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise QuintetError(
+            f"train.activation_checkpointing: {type(model).__name__} has no decoder layers that can be recomputed\n"
+            "set it to false, and lower train.micro_batch_tokens to save memory"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return layers
+
+
+def _probe_samples(vocab_size: int) -> list[TokenSample]:
+    """Two samples of one prompt and one of another, spread over the vocabulary."""
+    ids = [(7 + 31 * i) % vocab_size for i in range(18)]
+    first, second = ids[:4], ids[4:6]
+    pairs = [(first, ids[6:11]), (first, ids[11:14]), (second, ids[14:18])]
+    return [TokenSample(prompt, response, [1] * len(response)) for prompt, response in pairs]
+
+
+def _agree(found_N: Tensor, expected_N: Tensor) -> bool:
+    return bool((found_N - expected_N).abs().max() <= PROBE_TOLERANCE)
