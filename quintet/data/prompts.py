@@ -32,7 +32,10 @@ class SkipReason(StrEnum):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that did not become a prompt, or (`truncated`) only a part of it. `where` names file and line, or source and row."""
+    """A row that did not become a prompt, or (`truncated`) only a part of it.
+
+    `where` names file and line, or source and row.
+    """
 
     where: str
     number: int
@@ -73,15 +76,15 @@ def make_prompts(
     ids = _Ids()
     for row in rows:
         made = _make(row, config, usable_answer)
-        if isinstance(made, Prompt):
-            made.id = ids.take(row, made, config.columns.id)
-            made.token_ids = encode(made.messages, made.text)
-            note = _fit(row, made, limit, config.overlong)
-        else:
-            note = made
+        if isinstance(made, Skipped):
+            skipped.append(made)
+            continue
+        made.id = ids.take(row, made, config.columns.id)
+        made.token_ids = encode(made.messages, made.text)
+        note = _fit(row, made, limit, config.overlong)
         if note is not None:
             skipped.append(note)
-        if isinstance(made, Prompt) and (note is None or note.reason is SkipReason.TRUNCATED):
+        if note is None or note.reason is SkipReason.TRUNCATED:
             prompts.append(made)
     return prompts, skipped
 

@@ -74,6 +74,7 @@ def _prompt_text(prompt: Any) -> str:
 
 
 def _response(row: Mapping[str, Any]) -> str:
+    """The answer token by token; a token without text, such as the end of the text, is a dot."""
     tokens, logprobs = row.get("tokens"), row.get("logprobs")
     if not tokens or not logprobs or len(tokens) != len(logprobs):
         return escape(_clip(row["text"])) or "<i>(empty)</i>"
@@ -81,7 +82,7 @@ def _response(row: Mapping[str, Any]) -> str:
     for token, logprob in zip(tokens, logprobs, strict=True):
         probability = math.exp(min(logprob, 0.0))
         shade = round(min(-logprob / 4, 1.0) * 0.75, 2) if logprob < 0 else 0
-        out.append(f'<span class="t" style="--s:{shade}" title="p = {probability:.3g}">{escape(token)}</span>')
+        out.append(f'<span class="t" style="--s:{shade}" title="p = {probability:.3g}">{escape(token) or "·"}</span>')
         used += len(token)
         if used > MAX_CHARS:
             return "".join(out) + " …"

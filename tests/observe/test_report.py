@@ -160,11 +160,12 @@ def test_what_was_not_scored_is_shown_with_its_reason_and_not_as_0(tmp_path: Pat
 
 
 def test_tokens_are_tinted_by_their_surprise(tmp_path: Path) -> None:
-    write_samples(tmp_path, [sample(1, 1.0, "ab", tokens=["a", "b"], logprobs=[-0.6931471805599453, -100.0])])
+    write_samples(tmp_path, [sample(1, 1.0, "a", tokens=["a", ""], logprobs=[-0.6931471805599453, -100.0])])
     page = a_run(tmp_path, 1)
     tokens = [attrs for tag, attrs in page.tags if tag == "span" and attrs.get("class") == "t"]
     assert [t["title"] for t in tokens] == ["p = 0.5", "p = 3.72e-44"]
     assert [t["style"] for t in tokens] == ["--s:0.13", "--s:0.75"]
+    assert "a·" in page.text
 
 
 def test_no_sample_is_both_best_and_worst() -> None:

@@ -161,7 +161,7 @@ def test_reasoning_gym_grades_with_the_tasks_own_rule() -> None:
     metadata = {"reasoning_gym": "countdown", "reasoning_gym_entry": repr(entry)}
     assert reasoning_gym(sample("<think>?</think><answer>2+3+5</answer>", "", metadata=metadata)).value == 1.0
     assert (reasoning_gym(sample(f"<answer>{wrong}</answer>", "", metadata=metadata)).value or 0.0) < 0.1
-    with pytest.raises(FunctionFailed, match="is not of data.source reasoning_gym"):
+    with pytest.raises(FunctionFailed, match="is not of data"):
         reasoning_gym(sample("5", "5"))
 
 

@@ -112,7 +112,8 @@ def test_an_update_during_generation_is_seen_between_tokens_only():  # WSY08, WS
         versions = expand_versions(rollout.weight_versions)
         assert versions == sorted(versions)
         assert set(versions) == {0, 1}
-        logits = [m(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0] for m in by_version]
+        with torch.no_grad():
+            logits = [m(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0] for m in by_version]
         for place, version in enumerate(versions):
             row = logits[version][len(rollout.prompt_ids) - 1 + place].log_softmax(-1)
             assert float(row[rollout.response_ids[place]]) == pytest.approx(rollout.logprobs[place], abs=1e-4)
