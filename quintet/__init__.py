@@ -8,7 +8,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = {"train": "quintet.api", "evaluate": "quintet.api", "load_config": "quintet.config"}
+_API = {
+    "train": "quintet.api",
+    "sft": "quintet.api",
+    "evaluate": "quintet.api",
+    "generate": "quintet.api",
+    "load_config": "quintet.config",
+}
 
 __all__ = ["__version__", *_API]
 

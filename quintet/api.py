@@ -1,12 +1,12 @@
 """quintet from Python: the same runs that the command line starts.
 
-    import quintet
+import quintet
 
-    def reward(completions, answer, **columns):          # TRL's signature; verl's works as well
-        return [float(a in c) for c, a in zip(completions, answer)]
+def reward(completions, answer, **columns):          # TRL's signature; verl's works as well
+    return [float(a in c) for c, a in zip(completions, answer)]
 
-    result = quintet.train("recipes/sums_tiny.yaml", reward=reward, out="runs/mine")
-    print(result.summary["eval/accuracy_after"])
+result = quintet.train("recipes/sums_tiny.yaml", reward=reward, out="runs/mine")
+print(result.summary["eval/accuracy_after"])
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from quintet.config import ConfigSource, RunConfig, load_config, run_folder
 from quintet.observe.progress import EventHandler
-from quintet.types import Group, GroupId, MetricSink, Prompt, QuintetError, Rollout
+from quintet.types import MetricSink, QuintetError, Rollout
 
 T = TypeVar("T")
 RewardFunction = Callable[..., Any]

@@ -39,7 +39,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class GroupId(msgspec.Struct, frozen=True, order=True):
-    """Identity of one unit of work. The same prompt drawn twice is two groups; a re-admitted group is the next attempt."""
+    """Identity of one unit of work. The same prompt drawn twice is two groups; a dropped one returns as its next
+    attempt."""
 
     prompt_id: str
     epoch: int = 0
@@ -230,14 +231,14 @@ class Health(msgspec.Struct):
 
 
 class TrainMetrics(msgspec.Struct):
-    """What one `update` reports: the field's names to floats, e.g. `actor/loss`, `actor/grad_norm`, `actor/clip_frac`."""
+    """What one `update` reports: the field's names to floats, e.g. `actor/loss`, `actor/grad_norm`."""
 
     values: dict[str, float]
     optimizer_steps: int = 0
 
 
 class StepMetrics(msgspec.Struct):
-    """What one controller step reports, under the field's names (`reward/mean`, `kl/ref`, `rollout/tokens_per_s` ...)."""
+    """What one controller step reports, under the field's names (`reward/mean`, `kl/ref` ...)."""
 
     step: int
     version: int

@@ -244,7 +244,7 @@ AGGREGATIONS: Mapping[str, CellSpec] = {
     "seq-mean-token-sum-norm": CellSpec(
         "as seq-mean-token-sum, divided by a constant length",
         "arXiv:2503.20783",
-        {"length": Param(None, int, "the constant; null: Counts.max_length of the step", low=1)},
+        {"length": Param(None, int, "the constant; null: rollout.max_tokens", low=1)},
     ),
     "token-sum": CellSpec("plain sum: the gradient grows with the batch"),
 }

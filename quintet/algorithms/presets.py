@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -78,6 +78,12 @@ class Algorithm:
     def needs_proximal(self) -> bool:
         """Old log-probabilities must be there before the advantages (`train.old: trainer`)."""
         return Trait.NEEDS_PROXIMAL in _traits("correction", self.correction)
+
+    def bound_to(self, max_tokens: int) -> Algorithm:
+        """Dr. GRPO's constant length, where the recipe leaves it open, is the rollout's limit of new tokens."""
+        if self.aggregation.params.get("length", max_tokens) is not None:
+            return self
+        return replace(self, aggregation=Cell(self.aggregation.name, {**self.aggregation.params, "length": max_tokens}))
 
     def find_filter(self, name: str) -> Cell | None:
         return next((cell for cell in self.filters if cell.name == name), None)

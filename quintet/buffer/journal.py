@@ -55,7 +55,8 @@ CREATE TABLE IF NOT EXISTS trajectories(
 CREATE TABLE IF NOT EXISTS scores(
     group_id TEXT NOT NULL, sample_index INTEGER NOT NULL, reward REAL, record TEXT NOT NULL,
     PRIMARY KEY(group_id, sample_index));
-CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY, step INTEGER NOT NULL, digest TEXT NOT NULL, t REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS versions(
+    version INTEGER PRIMARY KEY, step INTEGER NOT NULL, digest TEXT NOT NULL, t REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS environments(t REAL NOT NULL, record TEXT NOT NULL);
 """
 
@@ -183,7 +184,7 @@ class SqliteJournal:
         training, then those in flight in order of admission. Rollouts and scores are filled in."""
         rows = self._db.execute(
             "SELECT group_id, admit_index, state, step, prompt FROM groups "
-            "WHERE (state IN ('assigned','trained') AND step > ?) OR state IN ('admitted','generated','scored','ready') "
+            "WHERE state IN ('admitted','generated','scored','ready') OR (state IN ('assigned','trained') AND step > ?) "
             "ORDER BY step IS NULL, step, position, admit_index",
             (from_step,),
         ).fetchall()
@@ -192,7 +193,9 @@ class SqliteJournal:
     def counts(self) -> dict[str, int]:
         """Groups by state, dropped ones as `dropped:<reason>`; beside them `next_admit_index`, `last_step` and
         `drawn` (first attempts: the data offset of the run)."""
-        out = dict(self._db.execute("SELECT state, count(*) FROM groups WHERE state!='dropped' GROUP BY state").fetchall())
+        out = dict(
+            self._db.execute("SELECT state, count(*) FROM groups WHERE state!='dropped' GROUP BY state").fetchall()
+        )
         for reason, n in self._db.execute("SELECT reason, count(*) FROM groups WHERE state='dropped' GROUP BY reason"):
             out[f"dropped:{reason}"] = n
         top = "SELECT coalesce(max(admit_index) + 1, 0), coalesce(max(step), 0) FROM groups"
@@ -208,7 +211,8 @@ class SqliteJournal:
         group_id = GroupId.parse(key)
         prompt = msgspec.json.decode(prompt_json, type=Prompt)
         rollouts = self._db.execute(
-            "SELECT prompt_ids, response_ids, logprobs, loss_mask, record FROM trajectories WHERE group_id=? ORDER BY sample_index",
+            "SELECT prompt_ids, response_ids, logprobs, loss_mask, record FROM trajectories "
+            "WHERE group_id=? ORDER BY sample_index",
             (key,),
         )
         scores = self._db.execute("SELECT record FROM scores WHERE group_id=? ORDER BY sample_index", (key,))

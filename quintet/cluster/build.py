@@ -53,7 +53,7 @@ class Base:
 def load_data(config: RunConfig, base: Base) -> Data:
     """Raises QuintetError for data that cannot be used, see `data/dataset.py`."""
     encode = PromptEncoder(base.tokenizer, config.model)
-    room = base.hf_config.max_position_embeddings - config.rollout.max_tokens
+    room = base.hf_config.get_text_config().max_position_embeddings - config.rollout.max_tokens
     notes: list[str] = []
     sides: list[list[Prompt]] = []
     for rows in load_rows(config.data, config.seed):
@@ -104,7 +104,11 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 
 def warm_start(
-    config: RunConfig, base: Base, model: nn.Module, prompts: list[Prompt], progress: Callable[[int, dict[str, float]], None]
+    config: RunConfig,
+    base: Base,
+    model: nn.Module,
+    prompts: list[Prompt],
+    progress: Callable[[int, dict[str, float]], None],
 ) -> dict[str, float]:
     """Supervised steps on the reference answers, in place. Blocks; meant for a thread."""
     warm = config.warm_start

@@ -53,5 +53,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise QuintetError(f"another process is running in {self.root}: wait for it, or use another --out") from None
+                raise QuintetError(
+                    f"another process is running in {self.root}: wait for it, or use another --out"
+                ) from None
             yield

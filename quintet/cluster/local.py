@@ -106,7 +106,7 @@ class LocalRun:
         self._event = on_event
         self._stop = stop
         self._started = time.monotonic()
-        self._algorithm: Algorithm = resolve(config.algorithm)
+        self._algorithm: Algorithm = resolve(config.algorithm).bound_to(config.rollout.max_tokens)
         self._summary: dict[str, Any] = self._old_summary() if self.resuming else {}
         self._seconds_before = float(self._summary.get("seconds", 0.0))
         self._evals = {k: v for k, v in self._summary.items() if k.startswith("eval/")}

@@ -28,7 +28,9 @@ EventHandler = Callable[[str, Any], None]
 async def supervised(config: RunConfig, folder: RunFolder, on_event: EventHandler) -> dict[str, Any]:
     """`warm_start` of the recipe and nothing else; the model goes to `final/`. Returns the summary."""
     if config.warm_start.steps == 0:
-        raise QuintetError("quintet sft: warm_start.steps is 0, there is nothing to do; set it, e.g. --set warm_start.steps=200")
+        raise QuintetError(
+            "quintet sft: warm_start.steps is 0, there is nothing to do; set it, e.g. --set warm_start.steps=200"
+        )
     started = time.monotonic()
     if folder.claim(config):
         raise QuintetError(f"{folder.root} holds a run already: choose another folder with --out")

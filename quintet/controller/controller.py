@@ -88,7 +88,7 @@ class RunFailed(QuintetError):
     """The run cannot go on; what was finished is in the journal and the run can be resumed."""
 
 
-class EndOfData(Exception):  # noqa: N818 - an end, not an error
+class EndOfData(Exception):
     """The data ended and what is left does not fill a step."""
 
 
@@ -380,4 +380,6 @@ class Controller:
 
 
 def _failed_rollout(group: Group, index: int, failure: Failure) -> Rollout:
-    return Rollout(group.group_id, index, group.prompt.token_ids, [], "", [], [], [], FinishReason.FAILED, failure=failure)
+    return Rollout(
+        group.group_id, index, group.prompt.token_ids, [], "", [], [], [], FinishReason.FAILED, failure=failure
+    )

@@ -11,13 +11,14 @@ from typing import Any
 from quintet.types import Group, Rollout, Score, Span
 
 
-def write_samples(
-    folder: Path, step: int, groups: list[Group], limit: int, decode: Callable[[list[int]], str]
-) -> None:
+def write_samples(folder: Path, step: int, groups: list[Group], limit: int, decode: Callable[[list[int]], str]) -> None:
     """Up to `limit` rollouts of a step into `folder/step-NNNNNN.jsonl`: best and worst first, then the others."""
     rows = [(g, r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)]
     chosen = _from_both_ends(sorted(rows, key=lambda row: _rank(row[2]), reverse=True))[:limit]
-    lines = [json.dumps(_row(step, group, rollout, score, decode), ensure_ascii=False) + "\n" for group, rollout, score in chosen]
+    lines = [
+        json.dumps(_row(step, group, rollout, score, decode), ensure_ascii=False) + "\n"
+        for group, rollout, score in chosen
+    ]
     (folder / f"step-{step:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -76,9 +77,7 @@ class ChromeTrace:
     def _lane(self, name: str) -> int:
         if name not in self._lanes:
             self._lanes[name] = len(self._lanes) + 1
-            self._write(
-                {"ph": "M", "pid": 1, "tid": self._lanes[name], "name": "thread_name", "args": {"name": name}}
-            )
+            self._write({"ph": "M", "pid": 1, "tid": self._lanes[name], "name": "thread_name", "args": {"name": name}})
         return self._lanes[name]
 
     def _write(self, event: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ def _check_transformers(config: RolloutConfig) -> None:
         raise QuintetError(
             "rollout.numerics: reproducible is kept by rollout.engine: embedded only; set rollout.numerics: fast."
         )
-    ignored = [name for name in _EMBEDDED_ONLY if name in config.model_fields_set]
+    defaults = RolloutConfig.model_fields
+    ignored = [name for name in _EMBEDDED_ONLY if getattr(config, name) != defaults[name].default]
     if ignored:
         raise QuintetError(f"rollout.{ignored[0]} has no effect with rollout.engine: transformers; remove it.")
 

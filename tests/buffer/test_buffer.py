@@ -1,4 +1,4 @@
-"""The group state machine: the edges that exist, those that must not, the order of taking, and the redo after a restart."""
+"""The group state machine: its edges, those that must not exist, the order of taking, the redo after a restart."""
 
 import asyncio
 import sqlite3
@@ -110,7 +110,9 @@ def test_a_group_older_than_the_bound_is_dropped_as_stale_and_reported() -> None
     async def main() -> None:
         reported: list[str] = []
         buffer = JournaledBuffer(
-            NullJournal(), max_staleness=1, on_drop=lambda g, reason: reported.append(f"{g.group_id.prompt_id}:{reason}")
+            NullJournal(),
+            max_staleness=1,
+            on_drop=lambda g, reason: reported.append(f"{g.group_id.prompt_id}:{reason}"),
         )
         old, fresh = group("old"), group("fresh")
         await buffer.admit([old, fresh])

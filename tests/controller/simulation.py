@@ -47,7 +47,9 @@ class SimulatedRollout:
     asked: list[tuple[str, int]] = field(default_factory=list)
     aborted: list[GroupId] = field(default_factory=list)
 
-    async def generate(self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int) -> list[Rollout]:
+    async def generate(
+        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+    ) -> list[Rollout]:
         assert self.version >= weight_version
         out = []
         for group in prompts:

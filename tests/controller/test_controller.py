@@ -10,7 +10,7 @@ import pytest
 
 from quintet.buffer.journal import SqliteJournal
 from quintet.controller.controller import RunFailed
-from quintet.types import GroupId, Span
+from quintet.types import Failure, GroupId, Span
 from tests.controller.simulation import Simulation, engine_failure, keyed_seconds
 
 
@@ -71,7 +71,7 @@ def test_a_run_is_the_same_every_time() -> None:
 
 
 def test_a_failed_group_comes_back_as_its_next_attempt_and_no_reward_of_0_is_invented() -> None:
-    def fails(group_id: GroupId):  # noqa: ANN202
+    def fails(group_id: GroupId) -> Failure | None:
         return engine_failure() if group_id.prompt_id == "p1" and group_id.attempt == 0 else None
 
     run = Simulation(steps=2, fails=fails)
@@ -84,12 +84,13 @@ def test_a_failed_group_comes_back_as_its_next_attempt_and_no_reward_of_0_is_inv
 
 def test_a_group_that_keeps_failing_ends_the_run_with_its_reason() -> None:
     run = Simulation(fails=lambda g: engine_failure("out of pages") if g.prompt_id == "p2" else None)
-    with pytest.raises(RunFailed, match="3 times.*out of pages"):
+    with pytest.raises(RunFailed, match=r"3 times.*out of pages"):
         run.run()
 
 
 def test_a_prompt_that_can_never_be_served_is_replaced_not_retried() -> None:
-    run = Simulation(steps=2, fails=lambda g: engine_failure("too long", retryable=False) if g.prompt_id == "p0" else None)
+    too_long = engine_failure("too long", retryable=False)
+    run = Simulation(steps=2, fails=lambda g: too_long if g.prompt_id == "p0" else None)
     run.run()
     assert dict(run.train.trained)[1] == [f"p{i}/e0.o0.a0" for i in (1, 2, 3, 4)]
 
@@ -102,9 +103,7 @@ def test_when_no_prompt_can_be_served_the_run_ends_with_the_reason() -> None:
 
 def test_a_worker_that_never_returns_is_aborted_and_its_group_tried_again() -> None:
     """BUF03."""
-    run = Simulation(
-        steps=2, timeout_s=50.0, seconds=lambda g: 1e9 if g.prompt_id == "p3" and g.attempt == 0 else 1.0
-    )
+    run = Simulation(steps=2, timeout_s=50.0, seconds=lambda g: 1e9 if g.prompt_id == "p3" and g.attempt == 0 else 1.0)
     metrics = run.run()
     assert len(metrics) == 2
     assert run.rollout.aborted == [GroupId("p3")]

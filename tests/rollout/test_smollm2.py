@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.rollout.small_models import CPU, generate, ids_and_bits, make_group, reference_logits
 
 from quintet.models.config import ModelConfig
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.engine import Engine
 from quintet.types import SamplingParams
+from tests.rollout.small_models import CPU, generate, ids_and_bits, make_group, reference_logits
 
 pytestmark = pytest.mark.heavy
 
