@@ -161,7 +161,7 @@ class Controller:
         await self.sync_weights()
         await self.buffer.commit(step, self.state.version)
         self.state.step = step
-        values |= batch.metrics | trained.values
+        values |= batch.metrics | trained.values | {"actor/optimizer_steps": float(trained.optimizer_steps)}
         values |= {f"dropped/{reason}": float(n) for reason, n in self._dropped_since_step.items()}
         self._dropped_since_step.clear()
         values |= {"time/wait_s": waited, "time/step_s": self.clock.now() - started}
