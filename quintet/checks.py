@@ -39,6 +39,7 @@ def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Probl
         yield from _sampling(config)
     yield from _engine(config)
     yield from _held_out(config)
+    yield from _best(config)
     yield from _trackers(config)
 
 
@@ -124,6 +125,14 @@ def _held_out(config: RunConfig) -> Iterator[Problem]:
             "eval.every",
             f"eval.every is {config.eval.every}, but nothing is held out: set data.eval_size above 0 or "
             "data.eval_source",
+        )
+
+
+def _best(config: RunConfig) -> Iterator[Problem]:
+    if config.checkpoint.keep_best and not config.eval.every:
+        yield Problem(
+            "checkpoint.keep_best",
+            "checkpoint.keep_best compares evaluations, but there is none between the steps: set eval.every above 0",
         )
 
 
