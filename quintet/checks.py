@@ -15,6 +15,7 @@ from quintet.algorithms.filters import check_overlong_buffer
 from quintet.algorithms.presets import Algorithm, resolve
 from quintet.observe.config import LogConfig
 from quintet.rollout.factory import check_rollout_config
+from quintet.train.config import CriticConfig
 from quintet.types import QuintetError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Probl
     if training:
         yield from _batching(config, algorithm)
         yield from _old_policy(config, algorithm)
+        yield from _critic(config, algorithm)
         yield from _sampling(config)
     yield from _engine(config)
     yield from _held_out(config)
@@ -84,6 +86,15 @@ def _old_policy(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
             "algorithm.correction",
             "algorithm.correction weighs the old policy against the sampler, but with train.old sampler they are the "
             "same and it does nothing: remove it, or set train.old to trainer",
+        )
+
+
+def _critic(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    if not algorithm.needs_values and config.train.critic != CriticConfig():
+        yield Problem(
+            "train.critic",
+            f"train.critic has no effect: preset {algorithm.preset} with advantage {algorithm.advantage.name} has no "
+            "critic; remove it, or use preset ppo",
         )
 
 

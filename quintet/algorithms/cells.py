@@ -19,6 +19,7 @@ class Trait(StrEnum):
     REWARD_PARTS = "reward_parts"  # reads the parts of the score, not its total: a shaped total does nothing
     OWN_WEIGHTS = "own_weights"  # weighs against the sampler itself: a correction would count twice
     NEEDS_PROXIMAL = "needs_proximal"  # needs old log-probabilities of the whole batch before the update
+    NEEDS_VALUES = "needs_values"  # needs a critic's value of every token, and trains the critic
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,21 @@ ADVANTAGES: Mapping[str, CellSpec] = {
             "batch": Param("sequence", str, "whitened over sequences, or over tokens", ("sequence", "token")),
         },
         frozenset({Trait.GROUP_RELATIVE, Trait.REWARD_PARTS}),
+    ),
+    "gae": CellSpec(
+        "sum over later tokens l of (gamma lam)^l (r + gamma V_next - V), V the critic's (options: train.critic)",
+        "arXiv:1506.02438",
+        {
+            "gamma": _GAMMA,
+            "lam": Param(0.95, float, "1: reward to go minus V; 0: one step ahead", low=0.0, high=1.0),
+            "whiten": Param(True, bool, "then whitened over all tokens of the batch (sample variance)"),
+            "bootstrap": Param(
+                False,
+                bool,
+                "a truncated response goes on with the critic's value after its last token; false: its reward is final",
+            ),
+        },
+        frozenset({Trait.NEEDS_VALUES}),
     ),
     "batch_mean": CellSpec(
         "r minus the mean reward of the batch (one sample per prompt is enough)", "FlashREINFORCE (Hu et al., 2026)"

@@ -1,7 +1,7 @@
 """The table of presets and how a recipe's overrides are laid over a row. Torch-free.
 
-A row is advantage x policy loss x aggregation x KL x correction x filters. Rows that need what no module
-provides yet (a critic, a greedy baseline) are left out; their functions exist in `estimators.py` and `value.py`.
+A row is advantage x policy loss x aggregation x KL x correction x filters. A row that needs what no module
+provides yet (ReMax's greedy answer) is left out; its function exists in `estimators.py`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,16 @@ class Algorithm:
         """Old log-probabilities must be there before the advantages (`train.old: trainer`)."""
         return Trait.NEEDS_PROXIMAL in _traits("correction", self.correction)
 
+    @property
+    def needs_values(self) -> bool:
+        """A critic is trained beside the policy, and its values are there before the advantages."""
+        return Trait.NEEDS_VALUES in _traits("advantage", self.advantage)
+
+    @property
+    def needs_bootstrap(self) -> bool:
+        """The critic's value after the last token of a truncated response is wanted too."""
+        return self.needs_values and bool(self.advantage.params["bootstrap"])
+
     def bound_to(self, max_tokens: int) -> Algorithm:
         """Dr. GRPO's constant length, where the recipe leaves it open, is the rollout's limit of new tokens."""
         if self.aggregation.params.get("length", max_tokens) is not None:
@@ -115,6 +125,7 @@ PRESETS: Mapping[str, Row] = {
         _TOKEN,
         kl=Cell("k2", {"coef": 0.001}),
     ),
+    "ppo": Row("PPO with a critic: GAE and a clipped value loss (train.critic)", Cell("gae"), _PPO, _TOKEN),
     "dapo": Row(
         "clip-higher, token-mean, dynamic sampling, overlong penalty",
         _GRPO,

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from quintet.algorithms.aggregate import Counts
 from quintet.train.forward import Layout
 from quintet.train.packing import TokenSample
@@ -67,3 +70,13 @@ def micro_batches(samples: Sequence[TokenSample], max_tokens: int, layout: Layou
     if samples:
         runs.append(range(start, len(samples)))
     return runs
+
+
+def right_padded(rows: Sequence[Sequence[float] | None], width: int, what: str) -> Tensor:
+    """Ragged float rows -> [B, width] float32; raises ValueError for a row that is missing."""
+    out = torch.zeros(len(rows), width)
+    for b, row in enumerate(rows):
+        if row is None:
+            raise ValueError(f"an experience has no {what}: prepare and compute_advantage come before update")
+        out[b, : len(row)] = torch.tensor(row, dtype=torch.float32)
+    return out
