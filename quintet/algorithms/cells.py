@@ -20,6 +20,9 @@ class Trait(StrEnum):
     OWN_WEIGHTS = "own_weights"  # weighs against the sampler itself: a correction would count twice
     NEEDS_PROXIMAL = "needs_proximal"  # needs old log-probabilities of the whole batch before the update
     NEEDS_VALUES = "needs_values"  # needs a critic's value of every token, and trains the critic
+    NEEDS_REF = "needs_ref"  # offline: compares with a frozen reference policy
+    NEEDS_PAIRS = "needs_pairs"  # offline: a chosen and a rejected answer in every row
+    TRAINS_REWARD = "trains_reward"  # offline: the result is a reward model, not a policy
 
 
 @dataclass(frozen=True)
@@ -392,6 +395,61 @@ FILTERS: Mapping[str, CellSpec] = {
     ),
 }
 
+_PAIRS = frozenset({Trait.NEEDS_PAIRS})
+_LOSS = ("loss", ("sigmoid", "robust"))
+OBJECTIVES: Mapping[str, CellSpec] = {
+    "dpo": CellSpec(
+        "-log sigmoid(beta h), h = log(pi/ref) of the chosen minus that of the rejected answer; hinge: max(0, 1 - beta "
+        "h); ipo: (h - 1/(2 beta))^2; robust: the sigmoid loss, unbiased when a share label_smoothing of labels is "
+        "flipped",
+        "arXiv:2305.18290; hinge arXiv:2305.10425; ipo arXiv:2310.12036; robust arXiv:2403.00409",
+        {
+            "loss": Param("sigmoid", str, "the function of h", ("sigmoid", "hinge", "ipo", "robust")),
+            "beta": Param(0.1, float, "how far the policy may move from the reference: less is further", low=1e-6),
+            "label_smoothing": Param(
+                0.0, float, "probability that a label is wrong (conservative DPO)", low=0.0, high=0.49, only_if=_LOSS
+            ),
+            "per_token": Param(
+                True, bool, "log-ratios averaged over the answer's tokens (as TRL)", only_if=("loss", ("ipo",))
+            ),
+        },
+        _PAIRS | {Trait.NEEDS_REF},
+    ),
+    "simpo": CellSpec(
+        "-log sigmoid(beta (mean log pi of the chosen - of the rejected answer) - gamma); no reference",
+        "arXiv:2405.14734",
+        {
+            "beta": Param(2.0, float, "scale of the mean log-probability", low=1e-6),
+            "gamma": Param(1.0, float, "margin that the chosen answer must have", low=0.0),
+        },
+        _PAIRS,
+    ),
+    "orpo": CellSpec(
+        "negative log-likelihood of the chosen answer - beta log sigmoid(log odds ratio of the mean log-probabilities)",
+        "arXiv:2403.07691",
+        {"beta": Param(0.1, float, "weight of the odds ratio", low=0.0)},
+        _PAIRS,
+    ),
+    "kto": CellSpec(
+        "w (1 - sigmoid(+-beta (log(pi/ref) - z0))), + for desirable answers; z0: the batch's KL on mismatched pairs",
+        "arXiv:2402.01306",
+        {
+            "beta": Param(0.1, float, "as in dpo", low=1e-6),
+            "weight_desirable": Param(1.0, float, "w of desirable answers", low=0.0),
+            "weight_undesirable": Param(1.0, float, "w of the others", low=0.0),
+        },
+        frozenset({Trait.NEEDS_REF}),
+    ),
+    "bradley_terry": CellSpec(
+        "-log sigmoid(r_chosen - r_rejected - margin) + centre (r_chosen + r_rejected)^2; margin is a column of the "
+        "data (data.answers.margin)",
+        "arXiv:2203.02155; margin arXiv:2307.09288; centring arXiv:2312.09244",
+        {"centre": Param(0.0, float, "keeps rewards around 0 (0.01 is usual)", low=0.0)},
+        _PAIRS | {Trait.TRAINS_REWARD},
+    ),
+    "likelihood": CellSpec("-log pi of the answer, token-mean over the optimizer step"),
+}
+
 COLUMNS: Mapping[str, Mapping[str, CellSpec]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
@@ -399,4 +457,5 @@ COLUMNS: Mapping[str, Mapping[str, CellSpec]] = {
     "kl": KLS,
     "correction": CORRECTIONS,
     "filters": FILTERS,
+    "objective": OBJECTIVES,
 }

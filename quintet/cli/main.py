@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from quintet import __version__
+from quintet.cli.algorithms import algorithms
 from quintet.cli.common import examples
 from quintet.cli.config import config
 from quintet.cli.eval import evaluate
@@ -62,6 +63,7 @@ app.command("generate", epilog=examples(
     "quintet generate recipes/smollm2_sums.yaml 'What is 7 + 8?'",
     "quintet generate recipes/sums_tiny.yaml '07+08=' --checkpoint runs/first/final --n 4",
 ))(generate)  # fmt: skip
+app.command("algorithms", epilog=examples("quintet algorithms", "quintet algorithms --json"))(algorithms)
 app.command("config", epilog=examples(
     "quintet config recipes/sums_tiny.yaml --set rollout.group_size=16",
     "quintet config --defaults",
