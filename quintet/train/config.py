@@ -62,8 +62,21 @@ class TrainConfig(BaseModel):
         return self
 
 
+class OfflineConfig(BaseModel):
+    """The loop of offline presets (dpo, kto, reward_model, sft ...). `steps` are its optimizer steps; optimizer,
+    schedule and memory options are those of `train`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch_size: int = Field(32, gt=0, description="rows (pairs, or single answers) in one optimizer step")
+    max_response_tokens: int = Field(
+        1024, gt=0, description="a row with a longer answer, its end token included, is left out"
+    )
+
+
 class WarmStartConfig(BaseModel):
-    """A supervised stage before RL (`steps` 0: none), on the training prompts and their reference answers."""
+    """A supervised stage before RL (`steps` 0: none), on the training prompts and their reference answers. Before an
+    offline preset: on the chosen (desirable) answers."""
 
     model_config = ConfigDict(extra="forbid")
 

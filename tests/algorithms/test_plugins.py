@@ -94,5 +94,5 @@ def test_offline_options_that_do_nothing_are_refused(options: dict[str, object],
 
 
 def test_an_objective_does_nothing_under_an_online_preset() -> None:
-    with pytest.raises(QuintetError, match="algorithm.objective has no effect"):
+    with pytest.raises(QuintetError, match=r"algorithm\.objective has no effect"):
         resolve(AlgorithmConfig(objective="dpo"))
