@@ -106,16 +106,56 @@ def test_a_reward_function_and_missing_columns_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.heavy
-def test_dpo_and_a_reward_model_tell_right_from_wrong_on_questions_never_seen(tmp_path: Path) -> None:
+def test_dpo_tells_right_from_wrong_on_questions_never_seen(tmp_path: Path) -> None:
     args = {"max": 29, "wrong": 4, "digits": 2, "answer_digits": 2, "reverse": True, "template": "{a}+{b}="}
-    tiny = {**TINY, "hidden_size": 64, "intermediate_size": 128}
-    common = {
-        "model": {"tiny": tiny},
-        "data": {"args": args, "eval_size": 200},
-        "warm_start": {"steps": 250, "batch_size": 128, "lr": 3e-3},
-        "offline": {"batch_size": 64},
-    }
-    dpo = quintet.train(recipe("dpo", steps=80, **common), out=tmp_path / "dpo").summary
-    assert dpo["eval/margin_after"] > 0.5 > dpo["eval/margin_before"] and dpo["eval/pair_accuracy_after"] >= 0.8
-    model = quintet.train(recipe("reward_model", steps=240, train={"lr": 2e-3}, **common), out=tmp_path / "rm").summary
-    assert model["eval/margin_after"] > 0.5 and model["eval/pair_accuracy_after"] >= 0.8
+    config = recipe(
+        "dpo",
+        steps=80,
+        model={"tiny": {**TINY, "hidden_size": 64, "intermediate_size": 128}},
+        data={"args": args, "eval_size": 200},
+        warm_start={"steps": 250, "batch_size": 128, "lr": 3e-3},
+        offline={"batch_size": 64},
+    )
+    summary = quintet.train(config, out=tmp_path / "run").summary
+    assert summary["eval/margin_after"] > 0.5 > summary["eval/margin_before"]
+    assert summary["eval/pair_accuracy_after"] >= 0.8
+
+
+@pytest.mark.heavy
+def test_a_reward_model_learns_the_pairs_and_grpo_on_it_raises_the_rule_reward(tmp_path: Path) -> None:
+    """The rule (`exact`) only watches, with weight 0; `format` keeps answers in the form that the model has seen."""
+    model = {"tiny": {**TINY, "hidden_size": 64, "intermediate_size": 128}}
+    sums = {"max": 9, "answer_digits": 2, "reverse": True, "template": "{a}+{b}="}
+    learned = quintet.train(
+        recipe(
+            "reward_model",
+            steps=600,
+            model=model,
+            data={"args": {**sums, "wrong": 12}, "eval_size": 180},
+            warm_start={"steps": 100, "batch_size": 128, "lr": 3e-3},
+            offline={"batch_size": 64},
+            train={"lr": 2e-3},
+        ),
+        out=tmp_path / "rm",
+    )
+    assert learned.summary["eval/pair_accuracy_after"] >= 0.8
+    assert learned.summary["eval/margin_after"] > 1.0 > learned.summary["eval/margin_before"]
+    functions = [
+        {"fn": "model", "args": {"path": str(learned.folder / "final")}},
+        {"fn": "format", "weight": 10.0, "args": {"pattern": "[0-9]{2}"}},
+        {"fn": "exact", "weight": 0.0},
+    ]
+    trained = quintet.train(
+        {
+            "steps": 60,
+            "model": {"name": "builtin:tiny", **model},
+            "data": {"source": "task:sums", "args": sums, "eval_size": 15},
+            "warm_start": {"steps": 40, "batch_size": 128, "lr": 3e-3},
+            "rollout": {"groups_per_step": 16, "group_size": 16, "max_tokens": 4},
+            "reward": {"functions": functions},
+            "train": {"lr": 5e-4},
+        },
+        out=tmp_path / "grpo",
+    )
+    rule = [row["reward/exact/mean"] for row in rows_of(trained.folder)]
+    assert fmean(rule[-15:]) > fmean(rule[:15]) + 0.05

@@ -363,11 +363,17 @@ CORRECTIONS: Mapping[str, CellSpec] = {
     ),
 }
 
+_MAX_REFILL = Param(
+    10, int, "the run stops when a step drops more groups than this times rollout.groups_per_step", low=1
+)
 FILTERS: Mapping[str, CellSpec] = {
     "dynamic_sampling": CellSpec(
         "groups whose rewards are all equal are replaced",
         "arXiv:2503.14476",
-        {"min_std": Param(1e-6, float, "equal: the rewards' standard deviation is at most this", low=0.0)},
+        {
+            "min_std": Param(1e-6, float, "equal: the rewards' standard deviation is at most this", low=0.0),
+            "max_refill": _MAX_REFILL,
+        },
     ),
     "mean_range": CellSpec(
         "groups whose mean reward is not strictly between low and high are replaced",
@@ -375,6 +381,7 @@ FILTERS: Mapping[str, CellSpec] = {
         {
             "low": Param(0.0, float, "mean reward must be above"),
             "high": Param(1.0, float, "mean reward must be below"),
+            "max_refill": _MAX_REFILL,
         },
     ),
     "overlong_penalty": CellSpec(
