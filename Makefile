@@ -11,6 +11,10 @@ STAMP  := $(VENV)/.installed
 SEED   ?= 0
 EXTRA  ?=
 PYTEST ?=
+JOBS   ?= auto
+
+# One thread per test process: small tensors gain nothing from more, and the processes fill the cores
+RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # pip's harmless warnings are kept off the terminal; errors are shown
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
@@ -39,11 +43,11 @@ lint: setup  ## ruff and mypy
 	@$(BIN)/mypy
 
 test: lint  ## linters, types and all tests that need minutes at most (PYTEST='-k name')
-	@$(BIN)/python -m pytest -m 'not heavy' $(PYTEST)
-	@if [ -d mini/tests ]; then cd mini && ../$(BIN)/python -m pytest -q tests; fi
+	@cd mini && ../$(BIN)/python -m pytest -q tests
+	@$(RUN_TESTS) -m 'not heavy' $(PYTEST)
 
 test-heavy: setup  ## tests that need a real model, an optional program or a long time
-	@$(BIN)/python -m pytest -m heavy $(PYTEST)
+	@$(RUN_TESTS) -m heavy $(PYTEST)
 
 bench: setup  ## every benchmark; each prints a ratio against a peer or a limit
 	@for file in benchmarks/bench_*.py; do \

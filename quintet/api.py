@@ -72,6 +72,18 @@ def train(
         return RunResult(_run(run.run()), folder.root)
 
 
+def fork(config: ConfigSource, old: str | Path, *, say: Callable[[str], None] = print) -> Path:
+    """A new run folder beside `old` that starts from its newest weights with this config; `train(out=...)` trains it.
+
+    `old` is only read. Raises QuintetError when it holds no run or a run of another model.
+    """
+    run_config = load_config(config)
+    from quintet.cluster.folder import RunFolder
+    from quintet.cluster.replay import fork as fork_run
+
+    return _run(fork_run(RunFolder(Path(old)), run_config, say)).root
+
+
 def sft(config: ConfigSource, *, out: str | Path | None = None, on_event: EventHandler | None = None) -> RunResult:
     """Only the supervised stage of a recipe (`warm_start`), exported to `<out>/final`."""
     run_config = load_config(config, training=False)

@@ -43,6 +43,7 @@ def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Probl
         yield from _online(config, algorithm)
     yield from _engine(config)
     yield from _held_out(config)
+    yield from _best(config)
     yield from _trackers(config)
 
 
@@ -112,7 +113,7 @@ def _online(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
         if value != default:
             yield Problem(
                 key,
-                f"{key} has no effect: preset {algorithm.preset} samples its answers; remove it, or choose an offline one",
+                f"{key} has no effect: preset {algorithm.preset} samples answers; remove it, or use an offline one",
             )
 
 
@@ -126,6 +127,8 @@ def _offline(config: RunConfig, algorithm: OfflineAlgorithm) -> Iterator[Problem
                 f"train.{option} has no effect with the offline preset {name}: a step is one update on "
                 "offline.batch_size rows (data.epochs bounds the passes); remove it",
             )
+    if config.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", f"checkpoint.keep_best has no effect with the offline preset {name}")
     if config.data.answers.margin is not None and not algorithm.trains_reward:
         yield Problem("data.answers.margin", f"data.answers.margin has no effect with preset {name}: only reward_model")
     if config.model.lora is not None and algorithm.trains_reward:
@@ -171,6 +174,14 @@ def _held_out(config: RunConfig) -> Iterator[Problem]:
             "eval.every",
             f"eval.every is {config.eval.every}, but nothing is held out: set data.eval_size above 0 or "
             "data.eval_source",
+        )
+
+
+def _best(config: RunConfig) -> Iterator[Problem]:
+    if config.checkpoint.keep_best and not config.eval.every:
+        yield Problem(
+            "checkpoint.keep_best",
+            "checkpoint.keep_best compares evaluations, but there is none between the steps: set eval.every above 0",
         )
 
 

@@ -50,6 +50,9 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     backend: Literal["local"] = Field("local", description="local: all five modules in this process")
+    threads: int | None = Field(
+        None, gt=0, description="CPU threads per tensor operation; null: torch's choice (1 is quicker for tiny models)"
+    )
 
 
 class RunConfig(BaseModel):

@@ -263,6 +263,7 @@ class StepAssignment(msgspec.Struct):
 
     step: int
     groups: list[Group]
+    dropped: dict[str, int] = {}  # reason -> groups dropped while the step was gathered
 
 
 class BufferState(msgspec.Struct):
@@ -271,6 +272,7 @@ class BufferState(msgspec.Struct):
     redo: list[StepAssignment] = []  # ASSIGNED or TRAINED steps after the newest whole checkpoint
     pending: list[Group] = []  # admitted, not assigned; finished parts of them included
     drawn: int = 0  # prompts drawn from the data so far (first attempts)
+    dropped: dict[str, int] = {}  # reason -> groups dropped since the last assigned step was taken
 
 
 class Span(msgspec.Struct, frozen=True):

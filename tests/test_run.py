@@ -20,7 +20,14 @@ SMALL: dict[str, Any] = {
     "steps": 3,
     "model": {
         "name": "builtin:tiny",
-        "tiny": {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "max_position": 32},
+        "tiny": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "layers": 2,
+            "heads": 2,
+            "kv_heads": 1,
+            "max_position": 32,
+        },
     },
     "data": {"source": "task:sums", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20},
     "rollout": {"groups_per_step": 4, "group_size": 4, "max_tokens": 3},
@@ -246,3 +253,9 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuintetError, match="not empty"):
         quintet.train(small(), out=tmp_path)
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["thesis.tex"]
+
+
+def test_a_run_that_was_refused_may_be_mended_in_the_same_folder(tmp_path: Path) -> None:
+    with pytest.raises(QuintetError):
+        quintet.train(small(steps=1, data={"source": "nowhere.jsonl", "args": {}}), out=tmp_path / "run")
+    assert quintet.train(small(steps=1), out=tmp_path / "run").summary["steps"] == 1

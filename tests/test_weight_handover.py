@@ -11,10 +11,10 @@ from quintet.models.config import LoraConfig
 from quintet.models.lora import apply_lora, merged_state_dict
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.worker import EmbeddedRolloutWorker
+from quintet.train.packing import TokenSample
 from quintet.types import ExperienceBatch, Group, GroupId, Prompt, Rollout, SamplingParams
 from tests.train.helpers import experiences, make_worker, plain_logprobs, tiny_model
 from tests.train.helpers import random_samples as samples
-from quintet.train.packing import TokenSample
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

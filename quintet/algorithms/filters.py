@@ -24,7 +24,7 @@ def group_verdict(algorithm: Algorithm, group: Group) -> str | None:
 
 
 def refill_bound(algorithm: Algorithm) -> int | None:
-    """How many groups a step may drop by `group_verdict`, in multiples of its groups; None where no filter drops any."""
+    """Groups that a step may drop by `group_verdict`, in multiples of its own; None where no filter drops any."""
     bounds = [cell.params["max_refill"] for cell in algorithm.filters if "max_refill" in cell.params]
     return min(bounds, default=None)
 

@@ -17,7 +17,7 @@ from quintet.algorithms.policy_loss import POLICY_LOSSES, LossInput, LossTerms, 
 from quintet.algorithms.presets import Algorithm, Cell, load_custom
 from quintet.types import QuintetError
 
-__all__ = ["Counts", "Stats", "TokenBatch", "policy_objective"]
+__all__ = ["Counts", "Stats", "TokenBatch", "policy_objective", "token_losses"]
 
 Stats = dict[str, tuple[Tensor, Tensor]]
 
@@ -44,11 +44,21 @@ class TokenBatch:
 
 
 def policy_objective(algorithm: Algorithm, batch: TokenBatch, counts: Counts) -> tuple[Tensor, Stats]:
-    """This micro-batch's share of the loss (scalar, with gradient) and its statistics.
+    """This micro-batch's share of the loss (scalar, with gradient) and its statistics: `token_losses`, aggregated.
 
     A statistic is (numerator, denominator), detached, to be summed over micro-batches before dividing; one whose name
     ends in `_max` is (maximum, 1), to be combined by max. A correction leaves the denominators alone. The KL term acts
     on every loss token, also in groups whose advantages are 0. Raises ValueError if a tensor the row needs is missing.
+    """
+    loss_BT, stats = token_losses(algorithm, batch)
+    cell = algorithm.aggregation
+    return aggregate(loss_BT, batch.mask, counts, cell.name, **cell.params), stats
+
+
+def token_losses(algorithm: Algorithm, batch: TokenBatch) -> tuple[Tensor, Stats]:
+    """The loss of each token [B, T] before aggregation: policy loss x correction, KL and entropy; and the statistics.
+
+    Raises ValueError if a tensor the row needs is missing.
     """
     x = _loss_input(batch)
     terms = _policy_terms(algorithm.policy_loss, x)
@@ -71,7 +81,7 @@ def policy_objective(algorithm: Algorithm, batch: TokenBatch, counts: Counts) ->
         if x.entropy_BT is None:
             raise ValueError("entropy_coef is not 0: TokenBatch.entropy must be given")
         loss_BT = loss_BT - algorithm.entropy_coef * x.entropy_BT
-    return aggregate(loss_BT, x.mask_BT, counts, algorithm.aggregation.name, **algorithm.aggregation.params), stats
+    return loss_BT, stats
 
 
 def _loss_input(batch: TokenBatch) -> LossInput:

@@ -106,7 +106,7 @@ class JournaledBuffer:
         """From any state before ASSIGNED. The group gives its place in the admission count back."""
         if self._live.get(group.group_id) is not group:
             raise IllegalEdge(f"group {group.group_id} ({group.state}) cannot be dropped")
-        self._journal.edge(group, GroupState.DROPPED, reason=reason)
+        self._journal.edge(group, GroupState.DROPPED, step=self._next_step, reason=reason)
         group.state = GroupState.DROPPED
         del self._live[group.group_id]
         self._dropped[reason] += 1
@@ -126,9 +126,17 @@ class JournaledBuffer:
             else:
                 self._assigned.setdefault(step, []).append(group)
         redone = sum(len(groups) for groups in self._assigned.values())
-        self._trained = counts.get("assigned", 0) + counts.get("trained", 0) - redone
-        redo = [StepAssignment(step, groups) for step, groups in sorted(self._assigned.items())]
-        return BufferState(redo=redo, pending=pending, drawn=counts.get("drawn", 0))
+        self._trained = counts.get("assigned", 0) + counts.get("trained", 0) + counts.get("lost", 0) - redone
+        dropped = self._journal.dropped(self._resume_from)
+        redo = [StepAssignment(s, groups, dropped.get(s, {})) for s, groups in sorted(self._assigned.items())]
+        pending += await self._admit_unanswered()
+        return BufferState(redo, pending, counts.get("drawn", 0), dropped.get(self._next_step, {}))
+
+    async def _admit_unanswered(self) -> list[Group]:
+        """The next attempts that dropped groups were to come back as when the process ended."""
+        groups = [Group(group_id=g.group_id.next_attempt(), prompt=g.prompt) for g in self._journal.unanswered()]
+        await self.admit(groups)
+        return groups
 
     def stats(self) -> BufferStats:
         ready = sum(g.state is GroupState.READY for g in self._live.values())

@@ -13,10 +13,13 @@ import typer
 
 from quintet import __version__
 from quintet.cli.algorithms import algorithms
+from quintet.cli.check import check
 from quintet.cli.common import examples
 from quintet.cli.config import config
 from quintet.cli.eval import evaluate
 from quintet.cli.generate import generate
+from quintet.cli.replay import replay
+from quintet.cli.report import report
 from quintet.cli.sft import sft
 from quintet.cli.train import train
 from quintet.types import QuintetError
@@ -64,6 +67,18 @@ app.command("generate", epilog=examples(
     "quintet generate recipes/sums_tiny.yaml '07+08=' --checkpoint runs/first/final --n 4",
 ))(generate)  # fmt: skip
 app.command("algorithms", epilog=examples("quintet algorithms", "quintet algorithms --json"))(algorithms)
+app.command("replay", epilog=examples(
+    "quintet replay runs/first --step 12",
+    "quintet replay runs/first --step 12 --inspect",
+))(replay)  # fmt: skip
+app.command("report", epilog=examples(
+    "quintet report runs/first",
+    "quintet report runs/first runs/second --out both.html",
+))(report)  # fmt: skip
+app.command("check", epilog=examples(
+    "quintet check recipes/sums_tiny.yaml",
+    "quintet check recipes/smollm2_sums.yaml --set rollout.max_tokens=64",
+))(check)  # fmt: skip
 app.command("config", epilog=examples(
     "quintet config recipes/sums_tiny.yaml --set rollout.group_size=16",
     "quintet config --defaults",

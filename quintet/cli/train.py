@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from quintet.cli.common import OutOption, RecipeArgument, SetOption, resumable
 from quintet.config import load_config, require_writable, run_folder
 
+ForkOption = Annotated[
+    bool,
+    typer.Option(
+        "--fork", help="Start a new run DIR-fork1 (or the next free number) from the newest weights of the run in DIR."
+    ),
+]
 
-def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None) -> None:
+
+def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None, fork: ForkOption = False) -> None:
     """Train a model by reinforcement learning. The same command on an existing run folder resumes it."""
     overrides = set_ or []
     config = load_config(recipe, overrides)
     folder = run_folder(config, out)
-    require_writable(folder)
 
     from quintet import api
+
+    if fork:
+        folder = api.fork(config, folder, say=typer.echo)
+    require_writable(folder)
     from quintet.observe.progress import open_view
 
     title = f"quintet · {config.name} · seed {config.seed}"

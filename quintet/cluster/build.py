@@ -45,9 +45,16 @@ class Base:
     @classmethod
     def of(cls, config: RunConfig) -> Base:
         check_rollout_config(config.rollout)
+        use_threads(config)
         device = resolve_device(config.model.device)
         hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)
         return cls(tokenizer, hf_config, device, resolve_dtype(config.model.dtype, device))
+
+
+def use_threads(config: RunConfig) -> None:
+    """`cluster.threads`, for the calling thread: OpenMP keeps the number per thread."""
+    if config.cluster.threads is not None:
+        torch.set_num_threads(config.cluster.threads)
 
 
 def load_data(config: RunConfig, base: Base) -> Data:
@@ -112,6 +119,7 @@ def warm_start(
 ) -> dict[str, float]:
     """Supervised steps on the reference answers, in place. Blocks; meant for a thread."""
     warm = config.warm_start
+    use_threads(config)
     return sft(
         model,
         supervised_batches(prompts, base.tokenizer, warm.batch_size, config.seed),

@@ -32,22 +32,27 @@ from quintet.cluster.build import (
     warm_start,
     with_adapters,
 )
+from quintet.cluster.durable import Keeper
 from quintet.cluster.folder import RunFolder
 from quintet.cluster.stages import EventHandler, evaluate_all
 from quintet.config import RunConfig, digest, to_yaml
 from quintet.controller.controller import Controller, ControllerSettings
-from quintet.controller.state import ControllerState, newest_checkpoint, read_state, write_checkpoint
+from quintet.controller.state import ControllerState
 from quintet.data.sampler import PromptSampler
 from quintet.models.export import save_hf_folder
-from quintet.observe.metrics import JsonlSink
-from quintet.observe.record import ChromeTrace, write_samples
+from quintet.observe.doctor import Finding, diagnose
+from quintet.observe.metrics import JsonlSink, read_metrics
+from quintet.observe.record import write_samples
 from quintet.observe.report import write_report
-from quintet.observe.summary import build_summary, library_versions, read_summary, write_summary
+from quintet.observe.summary import build_summary, library_versions, machine, read_summary, write_summary
+from quintet.observe.timeline import Timeline
+from quintet.observe.trace import ChromeTrace
 from quintet.observe.trackers import open_trackers
 from quintet.protocols import RewardService, RolloutWorker
 from quintet.reward.service import LocalRewardService
+from quintet.rollout.engine.worker import EngineWorker
 from quintet.train.worker import LocalTrainWorker
-from quintet.types import Group, MetricSink, StepMetrics, WeightRef
+from quintet.types import Group, MetricSink, StepMetrics
 from quintet.weights.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
@@ -101,6 +106,7 @@ class LocalRun:
         self.config = config
         self.folder = folder
         self.resuming = folder.claim(config)
+        self._keeper = Keeper(config, folder, lambda text: self._message("warning", text))
         self._reward_functions = reward
         self._extra_sinks = sinks
         self._event = on_event
@@ -147,6 +153,10 @@ class LocalRun:
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
         store = MemoryStore()
+        trace = ChromeTrace(self.folder.trace)
+        self._timeline = Timeline(trace)
+        if isinstance(rollout, EngineWorker):  # engines of a user's own do not tell their phases
+            rollout.on_span = self._timeline
         train = LocalTrainWorker(
             model,
             tokenizer=base.tokenizer,
@@ -157,23 +167,24 @@ class LocalRun:
             dtype=base.dtype,
             store=store,
             seed=self.config.seed,
+            on_span=self._timeline,
         )
         if checkpoint is not None:
             await train.load_checkpoint(str(checkpoint))
-        journal = SqliteJournal(self.folder.journal)
-        trace = ChromeTrace(self.folder.trace)
+        published = await train.publish(state.version)
+        journal = self._keeper.open(checkpoint, published)
         try:
-            await rollout.update_weights(await train.publish(state.version), state.version)
+            await rollout.update_weights(published, state.version)
             journal.environment(self._environment(base))
-            controller = self._controller(base, data, rollout, reward, train, journal, trace, state)
+            controller = self._controller(base, data, rollout, reward, train, journal, state)
             if state.step == 0 and "eval/accuracy_before" not in self._evals:
                 await self._evaluate("before", 0, 0, data, rollout, reward)
             await self._steps(controller, data, rollout, reward, train)
         finally:
             journal.close()
-            trace.close()
             await rollout.close()  # type: ignore[attr-defined]
             await train.close()
+            trace.close()
 
     async def _starting_policy(self, base: Base, data: Data, reward: RewardService) -> tuple[nn.Module, RolloutWorker]:
         """The policy that RL starts from, and a rollout worker; the warm start happens here, once."""
@@ -203,15 +214,17 @@ class LocalRun:
             controller.stop()
 
         async def save() -> None:
-            await write_checkpoint(
-                self.folder.checkpoints, controller.state, train.save_checkpoint, keep_last=config.checkpoint.keep_last
-            )
+            with self._timeline.measure("controller", "checkpoint"):
+                await self._keeper.save(controller.state, train.save_checkpoint)
 
         async def after_step(metrics: StepMetrics) -> None:
+            metrics.values |= self._timeline.step_parts(metrics.values)
             self._log_step(metrics)
             step, last = metrics.step, metrics.step == config.steps
             if config.eval.every and step % config.eval.every == 0 and not last:
-                await self._evaluate("during", step, metrics.version, data, rollout, reward)
+                with self._timeline.measure("controller", "evaluate"):
+                    accuracy = await self._evaluate("during", step, metrics.version, data, rollout, reward)
+                await self._keeper.note_accuracy(accuracy, controller.state, train.save_checkpoint)
                 self._event("stage", {"name": "train", "total": config.steps})
             if config.checkpoint.every and step % config.checkpoint.every == 0 and not last:
                 await save()
@@ -223,10 +236,11 @@ class LocalRun:
             self._write_summary(controller.state.step, finished=False)
             raise Stopped
         await train.export(str(self.folder.final))
-        await self._evaluate("after", controller.state.step, controller.state.version, data, rollout, reward)
+        accuracy = await self._evaluate("after", controller.state.step, controller.state.version, data, rollout, reward)
+        await self._keeper.note_accuracy(accuracy, controller.state, train.save_checkpoint)
         self._write_summary(controller.state.step, finished=True)
         await asyncio.to_thread(write_report, self.folder.root)
-        self._event("done", {"summary": self._summary})
+        self._event("done", {"summary": self._summary, "findings": self._findings()})
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -238,7 +252,6 @@ class LocalRun:
         reward: RewardService,
         train: LocalTrainWorker,
         journal: SqliteJournal,
-        trace: ChromeTrace,
         state: ControllerState,
     ) -> Controller:
         config = self.config
@@ -246,7 +259,7 @@ class LocalRun:
             journal,
             max_staleness=self._algorithm.max_staleness,
             resume_from=state.step,
-            on_drop=lambda group, _reason: controller.retry(group),
+            on_drop=lambda group, reason: controller.retry(group, reason),
         )
         settings = ControllerSettings(
             total_steps=config.steps,
@@ -258,9 +271,6 @@ class LocalRun:
         def record_batch(step: int, groups: list[Group]) -> None:
             write_samples(self.folder.rollouts, step, groups, config.log.samples_per_step, base.tokenizer.decode)
 
-        def record_version(ref: WeightRef, step: int) -> None:
-            journal.version(ref.version, step, ref.digest)
-
         controller = Controller(
             settings,
             self._algorithm,
@@ -270,8 +280,8 @@ class LocalRun:
             buffer=buffer,
             prompts=PromptSampler(data.train, seed=config.seed, shuffle=config.data.shuffle, epochs=config.data.epochs),
             state=state,
-            on_span=trace,
-            on_publish=record_version,
+            on_span=self._timeline,
+            on_publish=self._keeper.record_version,
             on_batch=record_batch,
         )
         return controller
@@ -289,10 +299,7 @@ class LocalRun:
     def _newest_state(self) -> tuple[Path | None, ControllerState]:
         if not self.resuming:
             return None, ControllerState()
-        checkpoint, complaints = newest_checkpoint(self.folder.checkpoints)
-        for complaint in complaints:
-            self._message("warning", complaint)
-        state = ControllerState() if checkpoint is None else read_state(checkpoint)
+        checkpoint, state = self._keeper.newest()
         self._message("info", f"resuming {self.folder.root} after step {state.step}")
         return checkpoint, state
 
@@ -305,10 +312,11 @@ class LocalRun:
 
     async def _evaluate(
         self, when: str, step: int, version: int, data: Data, rollout: RolloutWorker, reward: RewardService
-    ) -> None:
-        """Greedy, and with `eval.samples` also sampled; logged under `eval/` and `eval_sampled/`."""
+    ) -> float | None:
+        """Greedy, and with `eval.samples` also sampled; logged under `eval/` and `eval_sampled/`. Returns the accuracy,
+        None when nothing is held out."""
         if not data.held_out:
-            return
+            return None
         values = await evaluate_all(self.config, rollout, reward, data.held_out, version, self._event)
         for sink in self._sinks:
             sink.log(step, values)
@@ -316,6 +324,10 @@ class LocalRun:
         if when != "during":
             self._evals |= {"eval/n": values["eval/n"], f"eval/accuracy_{when}": values["eval/accuracy"]}
             self._write_summary(step, finished=False)
+        return values["eval/accuracy"]
+
+    def _findings(self) -> list[Finding]:
+        return diagnose(read_metrics(self.folder.metrics), self.config.model_dump(mode="json"))
 
     # -- reporting -------------------------------------------------------------------------------
 
@@ -334,7 +346,7 @@ class LocalRun:
             seconds=self._seconds_before + time.monotonic() - self._started,
             evals={k: v for k, v in evals.items() if v == v},
             config_digest=digest(self.config),
-            extra={"finished": finished},
+            extra={"finished": finished, "machine": machine()},
         )
         write_summary(self.folder.root, self._summary)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +35,8 @@ from quintet.train.offline import Example, OfflineTrainer, sft, warm_start_confi
 from quintet.train.value import ValueModel
 from quintet.types import MetricSink, StepMetrics
 
+T = TypeVar("T")
+
 KEPT = ("eval/pair_accuracy", "eval/margin", "eval/loss")  # of an evaluation, in summary.json
 
 
@@ -56,6 +59,7 @@ class OfflineRun:
         self._summary: dict[str, Any] = read_summary(folder.root) if known else {}
         self._seconds_before = float(self._summary.get("seconds", 0.0))
         self._evals = {k: v for k, v in self._summary.items() if k.startswith("eval/")}
+        self._executor: ThreadPoolExecutor
 
     async def run(self) -> dict[str, Any]:
         """Train to the end and return the summary. Raises Stopped after an orderly stop."""
@@ -66,12 +70,19 @@ class OfflineRun:
         train, held_out = self._load_data(base)
         checkpoint, state = self._newest_state()
         self._sinks = self._open_sinks(state.step)
+        threads = torch.get_num_threads()  # OpenMP keeps the number per thread
+        self._executor = ThreadPoolExecutor(1, "offline", initializer=torch.set_num_threads, initargs=(threads,))
         try:
             await self._train(base, train, held_out, checkpoint, state)
         finally:
+            self._executor.shutdown()
             for sink in self._sinks:
                 sink.close()
         return self._summary
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """The run's one working thread: the event loop stays free, and calls run one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def _train(
         self,
@@ -82,7 +93,7 @@ class OfflineRun:
         state: ControllerState,
     ) -> None:
         config = self.config
-        policy = await asyncio.to_thread(self._starting_policy, base, rows)
+        policy = await self._in_thread(self._starting_policy, base, rows)
         trainer = OfflineTrainer(
             with_adapters(policy, config.model, config.seed),
             algorithm=self._algorithm,
@@ -100,9 +111,9 @@ class OfflineRun:
         if self._stop.is_set:
             self._write_summary(state.step, finished=False)
             raise Stopped
-        await asyncio.to_thread(self._export, trainer, base)
+        await self._in_thread(self._export, trainer, base)
         self._write_summary(state.step, finished=True)
-        await asyncio.to_thread(write_report, self.folder.root)
+        await self._in_thread(write_report, self.folder.root)
         self._event("done", {"summary": self._summary})
 
     async def _steps(
@@ -116,7 +127,7 @@ class OfflineRun:
 
         async def save() -> None:
             async def save_trainer(path: str) -> None:
-                await asyncio.to_thread(trainer.save_checkpoint, path)
+                await self._in_thread(trainer.save_checkpoint, path)
 
             await write_checkpoint(self.folder.checkpoints, state, save_trainer, keep_last=config.checkpoint.keep_last)
 
@@ -125,7 +136,7 @@ class OfflineRun:
         self._event("stage", {"name": "train", "total": config.steps})
         while state.step < config.steps and not self._stop.is_set and (batch := batches.batch(state.step)):
             started = time.monotonic()
-            values = await asyncio.to_thread(trainer.step, batch)
+            values = await self._in_thread(trainer.step, batch)
             state.step += 1
             self._log_step(StepMetrics(state.step, 0, values | {"time/step_s": time.monotonic() - started}))
             last = state.step == config.steps
@@ -212,7 +223,7 @@ class OfflineRun:
         if not held_out:
             return
         self._event("stage", {"name": "eval", "total": len(held_out)})
-        values = await asyncio.to_thread(trainer.evaluate, held_out)
+        values = await self._in_thread(trainer.evaluate, held_out)
         for sink in self._sinks:
             sink.log(step, values)
         self._event("eval", {"step": step, "when": when, "values": values})

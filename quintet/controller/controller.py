@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from quintet.algorithms.advantage import compute_advantages
-from quintet.algorithms.filters import group_verdict, refill_bound, shape_samples
+from quintet.algorithms.filters import group_verdict, refill_bound
 from quintet.algorithms.presets import Algorithm
 from quintet.clock import Clock, RealClock
-from quintet.controller.experience import sample_metrics, to_batch
+from quintet.controller.experience import sample_metrics, step_batch
 from quintet.controller.scoring import score_group
 from quintet.controller.state import ControllerState
 from quintet.protocols import ExperienceBuffer, RewardService, RolloutWorker, TrainWorker
@@ -124,6 +124,7 @@ class Controller:
         self._retries: deque[Group] = deque()  # next attempts of dropped groups, admitted before new prompts
         self._redo: deque[StepAssignment] = deque()
         self._pending: list[Group] = []  # groups in flight when the process ended, taken up after the redo
+        self._produce_from = self.state.version  # the version that the last step to redo leads to
         self._ready: dict[GroupId, Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -151,20 +152,21 @@ class Controller:
     async def step(self) -> StepMetrics:
         """Take -> prepare -> advantage -> train -> publish version + 1."""
         step, started = self.state.step + 1, self.clock.now()
-        groups = await self._next_groups()
-        waited = self.clock.now() - started
+        groups, dropped = await self._next_groups()
+        self._on_span(Span("controller", "wait", started, self.clock.now()))
         self._on_batch(step, groups)
         values = sample_metrics(groups, self.state.version)
-        batch = await self._timed("prepare", self.train.prepare(self._experiences(step, groups)))
+        batch = await self._timed("train", "prepare", self.train.prepare(self._experiences(step, groups)))
         batch = self.compute_advantage(batch)
-        trained = await self._timed("update", self.train.update(batch))
+        trained = await self._timed("train", "update", self.train.update(batch))
         await self.sync_weights()
         await self.buffer.commit(step, self.state.version)
         self.state.step = step
         values |= batch.metrics | trained.values | {"actor/optimizer_steps": float(trained.optimizer_steps)}
-        values |= {f"dropped/{reason}": float(n) for reason, n in self._dropped_since_step.items()}
-        self._dropped_since_step.clear()
-        values |= {"time/wait_s": waited, "time/step_s": self.clock.now() - started}
+        values |= {f"dropped/{reason}": float(n) for reason, n in dropped.items()}
+        whole = Span("step", f"step {step}", started, self.clock.now())
+        self._on_span(whole)
+        values["time/step_s"] = whole.end - whole.start
         return StepMetrics(step=step, version=self.state.version, values=values)
 
     def sample_prompts(self) -> list[Prompt]:
@@ -186,8 +188,8 @@ class Controller:
     async def sync_weights(self) -> None:
         """Publish version + 1 and load it into the rollout worker: one controller step is one version."""
         version = self.state.version + 1
-        ref = await self._timed("publish", self.train.publish(version))
-        await self._timed("update_weights", self.rollout.update_weights(ref, version))
+        ref = await self._timed("controller", "publish", self.train.publish(version))
+        await self._timed("controller", "load", self.rollout.update_weights(ref, version))
         self.state.version = version
         self._on_publish(ref, self.state.step + 1)
         self._wake.set()
@@ -201,14 +203,18 @@ class Controller:
         found = await self.buffer.resume()
         self._redo.extend(found.redo)
         self._pending = found.pending
+        self._produce_from = self.state.version + len(found.redo)
+        self._dropped_since_step.update(found.dropped)
         self.state.drawn = found.drawn
 
     # -- batches ---------------------------------------------------------------------------------
 
-    async def _next_groups(self) -> list[Group]:
-        """The next step's groups: one to redo, or the oldest ready ones. Raises what a worker raised."""
+    async def _next_groups(self) -> tuple[list[Group], dict[str, int]]:
+        """The next step's groups: one to redo, or the oldest ready ones; and how many were dropped, by reason, while
+        it was gathered. Raises what a worker raised."""
         if self._redo:
-            return self._redo.popleft().groups
+            redone = self._redo.popleft()
+            return redone.groups, redone.dropped
         self._wake.set()
         self._note_end()
         assert self._failed is not None, "step() needs a running producer"
@@ -225,12 +231,14 @@ class Controller:
         groups = take.result()
         for group in groups:
             del self._ready[group.group_id]
-        return groups
+        dropped = dict(self._dropped_since_step)
+        self._dropped_since_step.clear()
+        return groups, dropped
 
     def _experiences(self, step: int, groups: list[Group]) -> ExperienceBatch:
-        batch = to_batch(groups, step=step, version=self.state.version)
-        batch.experiences = shape_samples(self.algorithm, batch.experiences, self.settings.sampling.max_tokens)
-        return batch
+        return step_batch(
+            self.algorithm, groups, step=step, version=self.state.version, max_tokens=self.settings.sampling.max_tokens
+        )
 
     # -- the producer ----------------------------------------------------------------------------
 
@@ -250,7 +258,7 @@ class Controller:
                 self._failed.exception()  # seen: it was raised by step(), or the run was over
 
     async def _produce(self) -> None:
-        while self._redo:  # in-flight groups belong to a version that is being rebuilt
+        while self.state.version < self._produce_from:  # in-flight groups belong to a version that is being rebuilt
             await self._woken()
         for group in self._pending:
             self._launch(group)
@@ -321,7 +329,7 @@ class Controller:
             message = f"group {group.group_id} took longer than {self.settings.group_timeout_s} s"
             failure = Failure(FailureKind.TIMEOUT, message, retryable=True)
             rollouts = [_failed_rollout(group, i, failure) for i in range(self.settings.sampling.n)]
-        span = Span("rollout", str(group.group_id), started, self.clock.now())
+        span = Span("group", str(group.group_id), started, self.clock.now())
         self._on_span(span)
         for rollout in rollouts:
             rollout.timing |= {"start_s": span.start, "end_s": span.end}
@@ -351,7 +359,7 @@ class Controller:
         if bound is not None and filtered > bound * self.settings.groups_per_step:
             raise RunFailed(
                 f"step {self.state.step + 1} cannot be filled: the filters dropped {filtered} groups ({reason}), more "
-                f"than max_refill {bound} x {self.settings.groups_per_step}.\nThe task is too hard or too easy for this "
+                f"than max_refill {bound} x {self.settings.groups_per_step}.\nThe task is too hard or too easy for the "
                 "model: change the data, take algorithm.filters away, or raise max_refill"
             )
 
@@ -361,8 +369,11 @@ class Controller:
         await self.buffer.drop(group, reason)
         self._wake.set()
 
-    def retry(self, group: Group) -> None:
-        """The next attempt of a dropped group is admitted before any new prompt."""
+    def retry(self, group: Group, reason: str | None = None) -> None:
+        """The next attempt of a dropped group is admitted before any new prompt. `reason`: of a drop that the buffer
+        decided, to be counted."""
+        if reason is not None:
+            self._dropped_since_step[reason] += 1
         self._ready.pop(group.group_id, None)
         self._retries.append(Group(group_id=group.group_id.next_attempt(), prompt=group.prompt))
         self._wake.set()
@@ -378,15 +389,14 @@ class Controller:
             self._ended.set()
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or self._failed is None or self._failed.done():
-            return
-        if (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
 
-    async def _timed(self, name: str, work: Awaitable[T]) -> T:
+    async def _timed(self, lane: str, name: str, work: Awaitable[T]) -> T:
         started = self.clock.now()
         result = await work
-        self._on_span(Span("train", name, started, self.clock.now(), {"step": self.state.step + 1}))
+        self._on_span(Span(lane, name, started, self.clock.now()))
         return result
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from statistics import fmean, pstdev
 
+from quintet.algorithms.filters import shape_samples
+from quintet.algorithms.presets import Algorithm
 from quintet.types import Experience, ExperienceBatch, FinishReason, Group, Rollout, Score, expand_versions
 
 
@@ -16,6 +18,15 @@ def to_batch(groups: list[Group], *, step: int, version: int) -> ExperienceBatch
         for rollout, score in zip(group.rollouts, group.scores, strict=True)
     ]
     return ExperienceBatch(step=step, version=version, experiences=experiences)
+
+
+def step_batch(
+    algorithm: Algorithm, groups: list[Group], *, step: int, version: int, max_tokens: int
+) -> ExperienceBatch:
+    """What a step trains on: `to_batch`, shaped by the algorithm's sample filters. Training and replay share it."""
+    batch = to_batch(groups, step=step, version=version)
+    batch.experiences = shape_samples(algorithm, batch.experiences, max_tokens)
+    return batch
 
 
 def to_experience(group: Group, rollout: Rollout, score: Score) -> Experience:

@@ -44,6 +44,9 @@ class DataConfig(BaseModel):
     eval_source: str | None = Field(None, description="held-out data; null: `eval_size` rows are held out of `source`")
     eval_split: str = "test"
     eval_size: int = Field(100, ge=0, description="rows held out when there is no eval_source (0: none)")
+    held_out_seed: int = Field(
+        0, ge=0, description="which rows are held out; not the run's seed, so that all seeds are evaluated on the same"
+    )
     limit: int | None = Field(None, gt=0, description="use only the first N training rows")
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     answers: AnswerColumnsConfig = Field(default_factory=AnswerColumnsConfig)

@@ -40,7 +40,7 @@ def load_rows(
         held_out = _read(config.eval_source, config.eval_split, config.args, seed)
         key_of(held_out, config)  # for its check of the columns
     else:
-        rows, held_out = _hold_out(rows, config, seed, key)
+        rows, held_out = _hold_out(rows, config, key)
     return rows[: config.limit], held_out
 
 
@@ -96,21 +96,23 @@ def _refuse_idle_options(config: DataConfig) -> None:
         "split": config.split != defaults.split and not _has_splits(config.source),
         "eval_split": config.eval_split != defaults.eval_split and not _has_splits(config.eval_source),
         "eval_size": config.eval_size != defaults.eval_size and config.eval_source is not None,
+        "held_out_seed": config.held_out_seed != 0 and config.eval_source is not None,
     }
     for option in (name for name, is_idle in idle.items() if is_idle):
         with_eval = f" and eval_source {config.eval_source!r}" if config.eval_source else " and no eval_source"
         raise QuintetError(f"data.{option} has no effect with source {config.source!r}{with_eval}. Remove it.")
 
 
-def _hold_out(rows: list[Row], config: DataConfig, seed: int, key: Callable[[Row], str]) -> tuple[list[Row], list[Row]]:
-    """Whole groups of equal prompts, in an order drawn from `seed`, until `eval_size` rows are held out."""
+def _hold_out(rows: list[Row], config: DataConfig, key: Callable[[Row], str]) -> tuple[list[Row], list[Row]]:
+    """Whole groups of equal prompts, in an order drawn from `held_out_seed`, until `eval_size` rows are held out. Which
+    ones depends on the set of prompts alone, so that runs with different seeds are evaluated on the same prompts."""
     if config.eval_size == 0:
         return rows, []
     positions: dict[str, list[int]] = defaultdict(list)
     for position, row in enumerate(rows):
         positions[key(row)].append(position)
-    keys = list(positions)
-    random.Random(f"held-out/{seed}").shuffle(keys)
+    keys = sorted(positions)
+    random.Random(f"held-out/{config.held_out_seed}").shuffle(keys)
     chosen: set[int] = set()
     for group in (positions[k] for k in keys):
         if len(chosen) + len(group) <= config.eval_size:

@@ -16,6 +16,7 @@ from itertools import accumulate
 WIDTH, HEIGHT = 420, 170
 LEFT, RIGHT, TOP, BOTTOM = 48, 412, 10, 146
 MAX_POINTS = 240
+COLOURS = 8  # --c0 ... --c7 of the page's style
 SMOOTH_FROM = 40  # fewer points are shown as they are
 
 
@@ -23,6 +24,17 @@ SMOOTH_FROM = 40  # fewer points are shown as they are
 class Series:
     name: str
     points: list[tuple[int, float]]  # (step, value), ascending
+    colour: str = ""  # a CSS colour; empty: by its place in the chart
+    dash: str = ""  # SVG stroke-dasharray; empty: a whole line
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend."""
+
+    label: str
+    colour: str
+    dash: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,26 +126,38 @@ def fit(series: Sequence[Series], *, floor: float | None = None, ceiling: float 
 
 
 def line_chart(
-    title: str, note: str, series: Sequence[Series], *, floor: float | None = None, ceiling: float | None = None
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    *,
+    keys: Sequence[Key] | None = None,
+    floor: float | None = None,
+    ceiling: float | None = None,
 ) -> str:
-    """A `<figure>` with one line per series. Series without points must not be given."""
+    """A `<figure>` with one line per series. Series without points must not be given. `keys`: the legend, where it is
+    not simply the series."""
     frame = fit(series, floor=floor, ceiling=ceiling)
-    body = "".join(_line(frame, s, f"var(--c{i % 6})") for i, s in enumerate(series))
+    colours = [s.colour or f"var(--c{i % COLOURS})" for i, s in enumerate(series)]
+    body = "".join(_line(frame, s, colour, bare=len(series) > 3) for s, colour in zip(series, colours, strict=True))
     last = series[0].points[-1][1] if len(series) == 1 else None
-    return _figure(title, note, frame, body, series, last)
+    if keys is None:
+        keys = [Key(s.name, c, s.dash) for s, c in zip(series, colours, strict=True)] if len(series) > 1 else []
+    return _figure(title, note, frame, body, series, keys, last)
 
 
-def _line(frame: Frame, series: Series, colour: str) -> str:
+def _line(frame: Frame, series: Series, colour: str, *, bare: bool) -> str:
+    """`bare`: among many lines, without the band and the raw values behind the smoothed ones."""
     cells = buckets(series.points)
     means = [(float(c.step), c.mean) for c in cells]
     smoothed = list(zip((x for x, _ in means), smooth([y for _, y in means]), strict=True))
     out = ""
-    if len(cells) < len(series.points):
+    if len(cells) < len(series.points) and not bare:
         edge = [(float(c.step), c.high) for c in cells] + [(float(c.step), c.low) for c in reversed(cells)]
         out += f'<polygon class="band" points="{frame.path(edge)}" style="fill:{colour}"/>'
-    if smoothed != means:
+    if smoothed != means and not bare:
         out += f'<polyline class="raw" points="{frame.path(means)}" style="stroke:{colour}"/>'
-    out += f'<polyline class="main" points="{frame.path(smoothed)}" style="stroke:{colour}"/>'
+    dash = f";stroke-dasharray:{series.dash}" if series.dash else ""
+    out += f'<polyline class="main" points="{frame.path(smoothed)}" style="stroke:{colour}{dash}"/>'
     if len(cells) <= 12:
         out += "".join(
             f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" style="fill:{colour}"/>' for x, y in smoothed
@@ -142,7 +166,8 @@ def _line(frame: Frame, series: Series, colour: str) -> str:
 
 
 def stacked_chart(title: str, note: str, series: Sequence[Series]) -> str:
-    """A `<figure>` with the series stacked as shares of their sum per step. All must have the same steps."""
+    """A `<figure>` with the series stacked as shares of their sum per step. All must have the same steps. The
+    legend says each one's share of the whole run."""
     cells = [buckets(s.points) for s in series]
     sums = [sum(c.mean for c in column) or 1.0 for column in zip(*cells, strict=True)]
     steps = [float(c.step) for c in cells[0]]
@@ -150,16 +175,29 @@ def stacked_chart(title: str, note: str, series: Sequence[Series]) -> str:
         steps, sums, cells = [steps[0] - 0.5, steps[0] + 0.5], sums * 2, [column * 2 for column in cells]
     frame = Frame(steps[0], steps[-1], 0.0, 1.0)
     base, body = [0.0] * len(steps), ""
+    colours = [s.colour or f"var(--c{i % COLOURS})" for i, s in enumerate(series)]
     for i, column in enumerate(cells):
         top = [b + c.mean / total for b, c, total in zip(base, column, sums, strict=True)]
         edge = list(zip(steps, top, strict=True)) + list(zip(reversed(steps), reversed(base), strict=True))
-        body += f'<polygon points="{frame.path(edge)}" style="fill:var(--c{i % 6});opacity:.78"/>'
+        body += f'<polygon class="area" points="{frame.path(edge)}" style="fill:{colours[i]}"/>'
         base = top
-    return _figure(title, note, frame, body, series, None, percent=True)
+    whole = sum(v for s in series for _, v in s.points) or 1.0
+    keys = [
+        Key(f"{s.name} {sum(v for _, v in s.points) / whole:.0%}", colour)
+        for s, colour in zip(series, colours, strict=True)
+    ]
+    return _figure(title, note, frame, body, series, keys, None, percent=True)
 
 
 def _figure(
-    title: str, note: str, frame: Frame, body: str, series: Sequence[Series], last: float | None, percent: bool = False
+    title: str,
+    note: str,
+    frame: Frame,
+    body: str,
+    series: Sequence[Series],
+    keys: Sequence[Key],
+    last: float | None,
+    percent: bool = False,
 ) -> str:
     grid = "".join(_y_tick(frame, t, f"{t:.0%}" if percent else number(t)) for t in ticks(frame.y0, frame.y1))
     grid += "".join(
@@ -167,20 +205,26 @@ def _figure(
         for t in ticks(frame.x0, frame.x1, 5)
         if t == round(t)
     )
-    legend = "".join(_key(s.name, i) for i, s in enumerate(series)) if len(series) > 1 else ""
+    legend = "".join(legend_key(key) for key in keys)
     shown = f'<span class="last">{number(last)}</span>' if last is not None else ""
-    data = [{"name": s.name, "points": [[c.step, c.mean] for c in buckets(s.points)]} for s in series]
+    data = [{"name": s.name, "points": [[c.step, _rounded(c.mean)] for c in buckets(s.points)]} for s in series]
     return (
         f'<figure class="card" data-series="{escape(json.dumps(data, separators=(",", ":")))}" '
         f'data-frame="{json.dumps([LEFT, RIGHT, frame.x0, frame.x1, WIDTH])}">'
-        f"<figcaption><b>{escape(title)}</b>{legend}{shown}</figcaption><p>{escape(note)}</p>"
+        f"<figcaption><b>{escape(title)}</b>{shown}</figcaption><p>{escape(note)}</p>"
+        f'<div class="keys">{legend}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">{grid}{body}'
         f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}"/></svg><div class="tip"></div></figure>'
     )
 
 
-def _key(name: str, index: int) -> str:
-    return f'<span class="key"><i style="background:var(--c{index % 6})"></i>{escape(name)}</span>'
+def legend_key(key: Key) -> str:
+    line = f'<line x1="0" x2="22" y1="5" y2="5" style="stroke:{key.colour};stroke-dasharray:{key.dash or "none"}"/>'
+    return f'<span class="key"><svg viewBox="0 0 22 10">{line}</svg>{escape(key.label)}</span>'
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _y_tick(frame: Frame, value: float, label: str) -> str:

@@ -7,14 +7,15 @@ A view is called as `view(kind, payload)` with these kinds:
     step      StepMetrics
     eval      {"step": int, "values": {name: float}}
     message   {"level": "info" | "warning" | "error", "text": str}
-    done      {"summary": dict}
+    done      {"summary": dict, "findings": [Finding] (optional)}
 
 An unknown kind raises ValueError. Views are context managers; on leaving, the terminal is as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
@@ -27,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quintet.observe.config import LogConfig
-from quintet.observe.hints import step_hints
+from quintet.observe.doctor import Finding, diagnose
 from quintet.types import StepMetrics
 
 EventHandler = Callable[[str, Any], None]
@@ -45,6 +46,7 @@ FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("mismatch", ("mismatch/max_abs_logprob",), ".1e"),
 )
 _BARS = "▁▂▃▄▅▆▇█"
+_LIVE_WINDOW = 100  # steps that the doctor sees while a run goes on
 
 
 @dataclass
@@ -102,7 +104,8 @@ class PlainView:
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self._console = console
         self._quiet = quiet
-        self._hints_shown: set[str] = set()
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_LIVE_WINDOW)
+        self._told: set[str] = set()
         self.progress = RunProgress()
 
     def __enter__(self) -> Self:
@@ -148,13 +151,15 @@ class PlainView:
     def _step(self, step: StepMetrics) -> None:
         self.progress.on_step(step)
         self._line(step_line(self.progress))
-        self._hints(step)
+        self._diagnose(step)
 
-    def _hints(self, step: StepMetrics) -> None:
-        for hint in step_hints(step.values):
-            if hint.key not in self._hints_shown:
-                self._hints_shown.add(hint.key)
-                self._message({"level": "info" if hint.key == "loss-near-zero" else "warning", "text": hint.text})
+    def _diagnose(self, step: StepMetrics) -> None:
+        """What the rules say so far, each of them once in a run."""
+        self._rows.append({"step": step.step, **step.values})
+        for finding in diagnose(list(self._rows), {}):
+            if finding.key not in self._told:
+                self._told.add(finding.key)
+                self._message({"level": "info" if finding.level == "note" else "warning", "text": str(finding)})
 
     def _eval(self, payload: Mapping[str, Any]) -> None:
         self.progress.on_eval(payload)
@@ -169,6 +174,8 @@ class PlainView:
 
     def _done(self, payload: Mapping[str, Any]) -> None:
         for line in summary_lines(payload["summary"]):
+            self._line(line)
+        for line in finding_lines(payload.get("findings", [])):
             self._line(line)
 
 
@@ -197,7 +204,7 @@ class LiveView(PlainView):
 
     def _step(self, step: StepMetrics) -> None:
         self.progress.on_step(step)
-        self._hints(step)
+        self._diagnose(step)
 
     def render(self) -> RenderableType:
         """The panel as it is now."""
@@ -261,6 +268,11 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         if before is not None and after is not None:
             lines.append(f"held-out {label} ({summary['eval/n']:.0f} rows): {before:.3f} -> {after:.3f}")
     return lines
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """The doctor's words at the end of a run; notes, which say that nothing is wrong, are left to the report."""
+    return [f"doctor: {finding.level}: {finding}" for finding in findings if finding.level != "note"]
 
 
 def sparkline(values: list[float], width: int) -> str:

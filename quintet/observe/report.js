@@ -2,7 +2,7 @@
 for (const figure of document.querySelectorAll("figure[data-series]")) {
   const series = JSON.parse(figure.dataset.series);
   const [left, right, x0, x1, width] = JSON.parse(figure.dataset.frame);
-  const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor"), tip = figure.querySelector(".tip");
+  const svg = figure.querySelector(":scope > svg"), cursor = svg.querySelector(".cursor"), tip = figure.querySelector(".tip");
   const hide = () => { tip.style.display = "none"; cursor.style.visibility = "hidden"; };
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("pointermove", (event) => {
@@ -14,10 +14,10 @@ for (const figure of document.querySelectorAll("figure[data-series]")) {
     const rows = series.flatMap((s) => s.points.filter((p) => p[0] === best).map((p) => (series.length > 1 ? s.name + " " : "") + Number(p[1].toPrecision(4))));
     const x = x1 > x0 ? left + (best - x0) / (x1 - x0) * (right - left) : (left + right) / 2;
     cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.style.visibility = "visible";
-    tip.textContent = "step " + best + ":  " + rows.join("  ·  ");
+    tip.textContent = "step " + best + (rows.length > 2 ? "\n" + rows.join("\n") : ":  " + rows.join("  ·  "));
     tip.style.display = "block";
     const frame = figure.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(event.clientX - frame.left + 12, frame.width - tip.offsetWidth)) + "px";
-    tip.style.top = event.clientY - frame.top - 34 + "px";
+    tip.style.top = event.clientY - frame.top - tip.offsetHeight - 10 + "px";
   });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import sys
@@ -31,6 +32,23 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def machine() -> dict[str, Any]:
+    """Where a run took place: system, processor, cores that this process may use."""
+    return {"system": platform.platform(terse=True), "processor": _processor(), "cores": _cores()}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    """The model's name where Linux tells it, else what `platform` knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def build_summary(

@@ -43,6 +43,7 @@ class TransformersEngine:
                 "rollout.numerics: reproducible is kept by rollout.engine: embedded only; set rollout.numerics: fast."
             )
         self.version = version
+        self.phase = "decode"
         self._model = model.eval()
         self._decode = decode
         self._now = now
@@ -135,6 +136,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _run(self) -> tuple[list[int], list[float]]:
+        self.phase = "prefill" if self._cache is None else "decode"
         if self._cache is None:
             ids_BT, positions_BT = self._prefill_inputs()
             self._cache = DynamicCache(config=self._model.config)

@@ -92,4 +92,11 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     every: int = Field(0, ge=0, description="controller steps between checkpoints; 0: only at the end")
-    keep_last: int = Field(2, gt=0)
+    keep_last: int = Field(2, gt=0, description="newest checkpoints kept")
+    keep_best: bool = Field(False, description="also keep the one with the highest eval/accuracy (see eval.every)")
+    keep_trajectories_steps: int | None = Field(
+        None,
+        ge=0,
+        description="with a checkpoint, delete journaled trajectories older than this many steps and than every "
+        "checkpoint a resume may need; null: keep all, so that any step can be replayed",
+    )

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from quintet.types import Span
+
 
 class MetricSums:
-    """Adds up (numerator, denominator) pairs by metric name; a maximum (`.../max_x`, `..._max`) keeps the largest."""
+    """Adds up (numerator, denominator) pairs by metric name; a maximum (`.../max_x`, `..._max`) keeps the largest.
 
-    def __init__(self) -> None:
+    `on_span` is told of every timed block, lane `train`."""
+
+    def __init__(self, on_span: Callable[[Span], None] = lambda span: None) -> None:
+        self._on_span = on_span
         self._sums: dict[str, tuple[float, float]] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -34,12 +39,14 @@ class MetricSums:
 
     @contextmanager
     def timed(self, name: str, device: torch.device) -> Iterator[None]:
-        """Adds wall seconds to `name`, the device's queued work included."""
-        start = time.perf_counter()
+        """Adds wall seconds to `time/<name>_s`, the device's queued work included."""
+        start = time.monotonic()
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._seconds[name] += time.perf_counter() - start
+        end = time.monotonic()
+        self._seconds[f"time/{name}_s"] += end - start
+        self._on_span(Span("train", name, start, end))
 
     def values(self) -> dict[str, float]:
         means = {name: num if _keeps_largest(name) else num / den for name, (num, den) in self._sums.items()}

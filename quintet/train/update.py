@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from quintet.train.critic import Critic
 from quintet.train.forward import PolicyForward, TokenLogprobs
 from quintet.train.metrics import MetricSums
 from quintet.train.optimizer import Optimizer
-from quintet.types import Experience, ExperienceBatch, TrainMetrics, expand_versions
+from quintet.types import Experience, ExperienceBatch, Span, TrainMetrics, expand_versions
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class PolicyUpdate:
     optimizer: Optimizer
     algorithm: Algorithm
     config: TrainConfig
+    on_span: Callable[[Span], None] = lambda span: None
     critic: Critic | None = None
 
     def run(self, batch: ExperienceBatch) -> TrainMetrics:
@@ -35,7 +36,7 @@ class PolicyUpdate:
 
         A critic takes as many steps of its own, on the same mini-batches; while it warms up the policy takes none.
         """
-        start, sums = time.perf_counter(), MetricSums()
+        start, sums = time.perf_counter(), MetricSums(self.on_span)
         samples = trainable(batch.experiences)
         tokens = sum(sum(e.loss_mask) for e in samples)
         values = {
@@ -54,12 +55,12 @@ class PolicyUpdate:
         for epoch in range(self.config.epochs):
             for mini_batch in mini_batches(samples, self.config.mini_batches):
                 if self.critic is not None:
-                    with sums.timed("time/critic_s", self.forward.device):
+                    with sums.timed("critic", self.forward.device):
                         self.critic.step(mini_batch, sums)
                 if frozen:
                     continue
                 rows += self._gradient(mini_batch, batch.version, sums, first_epoch=epoch == 0, untouched=taken == 0)
-                with sums.timed("time/optimizer_s", self.forward.device):
+                with sums.timed("optimizer", self.forward.device):
                     result = self.optimizer.step()
                 taken, skipped = taken + result.applied, skipped + (not result.applied)
                 sums.add_value("actor/grad_norm", result.grad_norm)
@@ -75,11 +76,11 @@ class PolicyUpdate:
         step_counts, step_loss, rows = counts(samples), 0.0, 0
         inputs = [token_sample(e) for e in samples]
         for run in micro_batches(inputs, self.config.micro_batch_tokens, self.forward.layout):
-            with sums.timed("time/forward_s", self.forward.device):
+            with sums.timed("forward", self.forward.device):
                 out = self.forward(inputs[run.start : run.stop])
                 batch = self._token_batch(samples[run.start : run.stop], out, version)
                 loss, stats = policy_objective(self.algorithm, batch, step_counts)
-            with sums.timed("time/backward_s", self.forward.device):
+            with sums.timed("backward", self.forward.device):
                 loss.backward()
             step_loss += float(loss.detach())
             rows += out.rows

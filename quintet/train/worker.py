@@ -29,7 +29,7 @@ from quintet.train.forward import PolicyForward
 from quintet.train.optimizer import Optimizer
 from quintet.train.update import PolicyUpdate
 from quintet.train.value import ValueModel
-from quintet.types import Experience, ExperienceBatch, QuintetError, TrainMetrics, WeightRef
+from quintet.types import Experience, ExperienceBatch, QuintetError, Span, TrainMetrics, WeightRef
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class LocalTrainWorker:
     `total_steps` counts controller steps: the schedule runs over total_steps x epochs x mini_batches
     optimizer steps. The frozen reference, where the algorithm needs one, is `ref_model`; without it the
     base under the adapters (LoRA), or a copy of `model` as it is now; a critic, where the algorithm has one, starts
-    from a copy too. `dtype` bfloat16 means autocast
-    over float32 weights. Raises `QuintetError` for options that cannot go together.
+    from a copy too. `dtype` bfloat16 means autocast over float32 weights. `on_span` is told of each forward, backward
+    and optimizer step, from the worker's thread. Raises `QuintetError` for options that cannot go together.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class LocalTrainWorker:
         store: WeightStore,
         ref_model: nn.Module | None = None,
         seed: int = 0,
+        on_span: Callable[[Span], None] = lambda span: None,
     ) -> None:
         if (message := config.conflict()) is not None:
             raise QuintetError(message)
@@ -92,13 +93,22 @@ class LocalTrainWorker:
         optimizer = Optimizer(model, config, optimizer_steps)
         self._critic = None if value_model is None else Critic.of(value_model, config, optimizer_steps, dtype)
         self._state = checkpoint.TrainState(model, optimizer, self._reference, self._critic)
-        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, self._critic)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-worker")
+        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span, self._critic)
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="train-worker",
+            initializer=torch.set_num_threads,  # OpenMP keeps the number per thread
+            initargs=(torch.get_num_threads(),),
+        )
 
     async def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         """Fill `ref_logprobs` (only when the algorithm needs a reference) and `proximal_logprobs` (only for
         `old: trainer`) and `values` (only with a critic) of every scored sample; 0.0 on tokens that are not trained."""
         return await self._in_thread(lambda: self._prepare(batch))
+
+    async def logprobs(self, samples: Sequence[Experience]) -> list[list[float]]:
+        """Of each sample's response tokens under the weights as they are; 0.0 on tokens that are not trained."""
+        return await self._in_thread(lambda: self._logprobs(self._forward, samples))
 
     async def update(self, batch: ExperienceBatch) -> TrainMetrics:
         return await self._in_thread(lambda: self._update.run(batch))

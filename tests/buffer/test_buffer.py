@@ -1,14 +1,16 @@
 """The group state machine: its edges, those that must not exist, the order of taking, the redo after a restart."""
 
 import asyncio
+import os
 import sqlite3
 import struct
+import threading
 from pathlib import Path
 
 import pytest
 
 from quintet.buffer.buffer import IllegalEdge, JournaledBuffer
-from quintet.buffer.journal import NullJournal, SqliteJournal
+from quintet.buffer.journal import FLUSH_S, NullJournal, SqliteJournal
 from quintet.types import (
     Failure,
     FailureKind,
@@ -184,3 +186,46 @@ def test_resume_after_a_checkpoint_redoes_only_later_steps_and_counts_the_earlie
         assert later.stats().trained == 2 and later.stats().admitted == 3
 
     asyncio.run(main())
+
+
+def test_membership_is_forced_to_the_disk_at_once_and_everything_else_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = threading.Event()
+    real = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (real(fd), flushed.set()))
+    journal = SqliteJournal(tmp_path / "journal.sqlite")
+    statements: list[str] = []
+    journal._db.set_trace_callback(statements.append)
+
+    async def main() -> None:
+        buffer = JournaledBuffer(journal, max_staleness=0)
+        g = group("a")
+        await buffer.admit([g])
+        await to_ready(buffer, g)
+        assert not any("FULL" in s for s in statements)
+        assert flushed.wait(30)  # by the flusher: SQLite's own fsync is not Python's
+        statements.clear()
+        await buffer.take(1, 0)
+        assert statements[:2] == ["PRAGMA synchronous=FULL", "BEGIN IMMEDIATE"] and statements[-1] == "COMMIT"
+
+    asyncio.run(main())
+    assert FLUSH_S <= 1.0
+    journal.close()
+
+
+def test_a_failing_disk_is_told_by_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SqliteJournal(tmp_path / "journal.sqlite")
+    tried = threading.Event()
+
+    def broken(fd: int) -> None:
+        tried.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", broken)
+    journal.version(0, 0, "x")
+    assert tried.wait(30)
+    journal._flusher._thread.join(0.2)  # the flusher notes the error right after
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.version(1, 1, "y")
+    journal.close()

@@ -23,11 +23,14 @@ runner = CliRunner()
 
 # The flags of every command. A change here is a change of the command line, and is meant.
 FLAGS = {
-    "train": {"--set", "--out"},
+    "train": {"--set", "--out", "--fork"},
     "sft": {"--set", "--out"},
     "eval": {"--set", "--checkpoint"},
     "generate": {"--set", "--checkpoint", "--n", "--json"},
     "algorithms": {"--json"},
+    "report": {"--out"},
+    "check": {"--set", "--out"},
+    "replay": {"--step", "--inspect", "--json"},
     "config": {"--set", "--defaults"},
 }
 

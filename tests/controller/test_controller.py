@@ -17,7 +17,7 @@ from tests.controller.simulation import Simulation, engine_failure, keyed_second
 def overlap_s(spans: list[Span]) -> float:
     """Virtual seconds in which an update and a generation ran at the same time."""
     updates = [s for s in spans if s.name == "update"]
-    rollouts = [s for s in spans if s.lane == "rollout"]
+    rollouts = [s for s in spans if s.lane == "group"]
     return sum(max(0.0, min(u.end, r.end) - max(u.start, r.start)) for u in updates for r in rollouts)
 
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from quintet.observe.config import LogConfig
+from quintet.observe.doctor import Finding
 from quintet.observe.progress import LiveView, PlainView, duration, open_view, sparkline, summary_lines
 from quintet.types import StepMetrics
 
@@ -129,7 +130,13 @@ def test_a_loss_of_zero_is_explained_once_cfg07() -> None:
 
 def test_a_step_cut_off_throughout_is_warned_about_rol15() -> None:
     text = played([("stage", {"name": "train", "total": 1}), step(1, **{"rollout/truncated_frac": 1.0})])
-    assert "warning: every completion of this step was cut at rollout.max_tokens" in text
+    assert "warning: 100% of the responses were cut off at rollout.max_tokens (this step)" in text
+
+
+def test_the_doctors_words_end_a_run_and_its_notes_are_left_to_the_report() -> None:
+    findings = [Finding("a", "problem", "It is broken.", "Mend it."), Finding("b", "note", "All is well.", "")]
+    text = played([("done", {"summary": {"steps": 0, "seconds": 1.0}, "findings": findings})])
+    assert text.splitlines() == ["done: 0 steps in 0:01", "doctor: problem: It is broken. Mend it."]
 
 
 def test_a_terminal_gets_the_live_panel() -> None:

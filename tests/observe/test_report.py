@@ -10,9 +10,10 @@ import pytest
 from quintet.config import RunConfig, save
 from quintet.observe.charts import Series, buckets, fit, line_chart, number, smooth, stacked_chart, ticks
 from quintet.observe.metrics import JsonlSink
-from quintet.observe.report import write_report
-from quintet.observe.samples import best_and_worst, first_and_last_step
+from quintet.observe.report import write_comparison, write_report
+from quintet.observe.samples import best_and_worst, most_surprising, read_samples
 from quintet.observe.summary import write_summary
+from quintet.types import QuintetError
 
 VOID = {"meta", "br", "line", "polyline", "polygon", "circle"}
 
@@ -52,7 +53,9 @@ def a_run(folder: Path, steps: int) -> Page:
             "kl/ref": 0.01,
             "actor/entropy": 1.0,
             "time/step_s": 2.0,
-            "time/update_s": 0.5,
+            "time/forward_s": 0.5,
+            "time/decode_s": 0.75,
+            "buffer/staleness_max": 0.0,
         }
         sink.log(n, values | {"mismatch/max_abs_logprob": 1e-6, "rollout/tokens_per_s": 1000.0})
     sink.log(steps, {"eval/accuracy": 0.75, "eval_sampled/pass_at_8": 0.875})
@@ -78,6 +81,7 @@ def test_a_report_of_any_length_shows_curves_and_results(tmp_path: Path, steps: 
         "Entropy",
         "Engine / trainer mismatch",
         "Throughput",
+        "Step time",
         "Where a step's time goes",
     ]
     assert all(title in page.text for title in titles)
@@ -93,9 +97,11 @@ def test_the_curve_goes_through_the_logged_values(tmp_path: Path) -> None:
     ]
     split = figures(page)[-1]
     assert json.loads(str(split["data-series"])) == [
-        {"name": "update", "points": [[n, 0.5] for n in (1, 2, 3, 4)]},
-        {"name": "other", "points": [[n, 1.5] for n in (1, 2, 3, 4)]},
+        {"name": "decode", "points": [[n, 0.75] for n in (1, 2, 3, 4)]},
+        {"name": "forward", "points": [[n, 0.5] for n in (1, 2, 3, 4)]},
+        {"name": "other", "points": [[n, 0.75] for n in (1, 2, 3, 4)]},
     ]
+    assert "decode 38%" in page.text and "forward 25%" in page.text
 
 
 def test_pass_at_n_is_drawn_for_the_n_that_was_measured(tmp_path: Path) -> None:
@@ -108,8 +114,74 @@ def test_pass_at_n_is_drawn_for_the_n_that_was_measured(tmp_path: Path) -> None:
 def test_an_empty_folder_has_a_report_too(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "No training step has been recorded" in page.text and "No rollouts were kept" in page.text
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(QuintetError, match="no run folder"):
         write_report(tmp_path / "absent")
+
+
+def test_a_run_of_no_steps_says_that_it_is_not_finished(tmp_path: Path) -> None:
+    save(RunConfig(name="young", steps=30), tmp_path / "config.yaml")
+    assert "not finished: 0 of 30 steps" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+
+
+def test_what_was_0_throughout_is_a_line_and_not_a_chart(tmp_path: Path) -> None:
+    page = a_run(tmp_path, 5)
+    assert "0 in every step: Staleness." in page.text
+    assert len(figures(page)) == 8  # no other chart is missing
+
+
+def test_reward_parts_have_a_chart_unless_they_are_the_reward(tmp_path: Path) -> None:
+    def titles(name: str, **parts: float) -> list[str]:
+        (tmp_path / name).mkdir()
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        sink.log(1, {"reward/mean": 0.5} | {f"reward/{part}/mean": value for part, value in parts.items()})
+        sink.close()
+        page = Page(write_report(tmp_path / name).read_text(encoding="utf-8"))
+        return [str(f["data-series"]) for f in figures(page)]
+
+    assert len(titles("one", number=0.5)) == 1
+    two = titles("two", number=0.25, style=0.25)
+    assert len(two) == 2 and json.loads(two[1]) == [
+        {"name": "number", "points": [[1, 0.25]]},
+        {"name": "style", "points": [[1, 0.25]]},
+    ]
+
+
+def test_findings_stand_above_the_curves_and_failures_have_a_table(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for n in range(1, 11):
+        sink.log(n, {"reward/mean": 0.5, "rollout/truncated_frac": 0.5, "failures/timeout": 2.0, "dropped/stale": 1.0})
+    sink.close()
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert text.index("50% of the responses were cut off") < text.index("Curves") < text.index("failures/timeout20")
+    assert "dropped/stale10" in text
+
+
+def test_several_runs_share_each_chart_and_their_differences_are_named(tmp_path: Path) -> None:
+    for name, steps in (("a", 3), ("b", 5)):
+        (tmp_path / name).mkdir()
+        a_run(tmp_path / name, steps)
+        save(RunConfig(name=name, steps=steps), tmp_path / name / "config.yaml")
+    page = Page(write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html").read_text(encoding="utf-8"))
+    reward = json.loads(str(figures(page)[1]["data-series"]))
+    assert [(s["name"], len(s["points"])) for s in reward] == [("a", 3), ("b", 5)]
+    accuracy = json.loads(str(figures(page)[0]["data-series"]))
+    assert [s["name"] for s in accuracy] == ["a greedy", "a pass@8", "b greedy", "b pass@8"]
+    assert page.text.count("Where a step's time goes: ") == 2
+    differing = page.text[page.text.index("What differs") : page.text.index("Failures")]
+    assert "steps35" in differing and "model.name" not in differing
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / side / "run" for side in ("left", "right")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        a_run(folder, 1)
+    text = Page(write_comparison(folders, tmp_path / "c.html").read_text(encoding="utf-8")).text
+    assert "left/run" in text and "right/run" in text
+    with pytest.raises(QuintetError, match="given twice"):
+        write_comparison([folders[0], folders[0]], tmp_path / "c.html")
+    with pytest.raises(QuintetError, match="at most 8"):
+        write_comparison([folders[0]] * 9, tmp_path / "c.html")
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
@@ -119,15 +191,15 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 
 
 def test_names_and_samples_are_escaped(tmp_path: Path) -> None:
-    write_samples(tmp_path, [{"step": 1, "prompt": "<b>", "text": "</pre><script>x", "reward": 1.0, "parts": {}}])
+    write_samples(tmp_path, 1, [{"step": 1, "prompt": "<b>", "text": "</pre><script>x", "reward": 1.0, "parts": {}}])
     a_run(tmp_path, 1)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "a &lt;run&gt;" in html and "&lt;/pre&gt;&lt;script&gt;x" in html and "<script>x" not in html
 
 
-def write_samples(folder: Path, rows: list[dict[str, object]]) -> None:
+def write_samples(folder: Path, step: int, rows: list[dict[str, object]]) -> None:
     (folder / "rollouts").mkdir(exist_ok=True)
-    with (folder / "rollouts" / "samples.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / "rollouts" / f"step-{step:06d}.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -143,8 +215,10 @@ def sample(step: int, reward: float | None, text: str = "t", **more: object) -> 
 
 
 def test_best_and_worst_of_last_and_first_step_are_shown(tmp_path: Path) -> None:
-    write_samples(tmp_path, [sample(1, 0.0, "early bad"), sample(1, 1.0, "early good"), sample(2, 1.0, "middle")])
-    write_samples(tmp_path, [sample(3, 0.5, "late good"), sample(3, None, "unscored"), sample(3, 0.25, "late bad")])
+    write_samples(tmp_path, 1, [sample(1, 0.0, "early bad"), sample(1, 1.0, "early good")])
+    write_samples(tmp_path, 2, [sample(2, 1.0, "middle")])
+    late = [sample(3, 0.5, "late good"), sample(3, None, "unscored"), sample(3, 0.25, "late bad")]
+    write_samples(tmp_path, 3, late)
     page = a_run(tmp_path, 3)
     order = [page.text.index(t) for t in ("late good", "late bad", "early good", "early bad")]
     assert order == sorted(order)
@@ -153,33 +227,55 @@ def test_best_and_worst_of_last_and_first_step_are_shown(tmp_path: Path) -> None
 
 
 def test_what_was_not_scored_is_shown_with_its_reason_and_not_as_0(tmp_path: Path) -> None:
-    write_samples(tmp_path, [sample(1, None, "hung", failure="timeout: 5 s", answer="17"), sample(1, 0.0, "wrong")])
+    write_samples(tmp_path, 1, [sample(1, None, "hung", failure="timeout: 5 s", answer="17"), sample(1, 0.0, "wrong")])
     text = a_run(tmp_path, 1).text
     assert text.index("wrong") < text.index("Not scored of the latest step (1)") < text.index("hung")
     assert "timeout: 5 s" in text and "→ 17" in text
 
 
 def test_tokens_are_tinted_by_their_surprise(tmp_path: Path) -> None:
-    write_samples(tmp_path, [sample(1, 1.0, "a", tokens=["a", ""], logprobs=[-0.6931471805599453, -100.0])])
+    write_samples(tmp_path, 1, [sample(1, 1.0, "a", tokens=["a", ""], logprobs=[-0.6931471805599453, -100.0])])
     page = a_run(tmp_path, 1)
     tokens = [attrs for tag, attrs in page.tags if tag == "span" and attrs.get("class") == "t"]
-    assert [t["title"] for t in tokens] == ["p = 0.5", "p = 3.72e-44"]
-    assert [t["style"] for t in tokens] == ["--s:0.13", "--s:0.75"]
+    assert [t["title"] for t in tokens[:2]] == ["p = 0.5", "p = 3.72e-44"]
+    assert [t["style"] for t in tokens[:2]] == ["--s:0.13", "--s:0.75"]
     assert "a·" in page.text
 
 
 def test_no_sample_is_both_best_and_worst() -> None:
-    rows = [{"reward": r} for r in (3, None, 1, 2)]
+    rows = [sample(1, r, str(r)) for r in (3, None, 1, 2)]
     best, worst = best_and_worst(rows, 4)
     assert ([r["reward"] for r in best], [r["reward"] for r in worst]) == ([3, 2], [1])
-    assert best_and_worst([{"reward": 1}], 4) == ([{"reward": 1}], [])
+    assert best_and_worst(rows[:1], 4) == (rows[:1], [])
     assert best_and_worst([], 4) == ([], [])
 
 
+def test_equal_answers_to_a_prompt_are_shown_once() -> None:
+    rows = [sample(1, 1.0, "same"), sample(1, 1.0, "same"), sample(1, 1.0, "other")]
+    assert [r["text"] for r in best_and_worst(rows, 4)[0]] == ["same"]
+    assert [r["text"] for r in best_and_worst(rows, 4)[1]] == ["other"]
+
+
+def test_the_most_surprising_has_the_lowest_mean_log_probability(tmp_path: Path) -> None:
+    rows = [sample(1, 1.0, "long", logprobs=[-1.0] * 20), sample(1, 0.0, "odd", logprobs=[-4.0, -2.0]), sample(1, 0.0)]
+    assert [r["text"] for r in most_surprising(rows, 2)] == ["odd", "long"]
+    write_samples(tmp_path, 1, [row | {"tokens": ["x"] * len(row.get("logprobs", []))} for row in rows])  # type: ignore[arg-type]
+    text = a_run(tmp_path, 1).text
+    assert text.index("Most surprising: lowest mean log-probability (step 1)") < text.rindex("-3.00 nats/token")
+
+
 def test_one_step_is_not_shown_twice(tmp_path: Path) -> None:
-    write_samples(tmp_path, [sample(4, 1.0), sample(4, 0.0)])
-    first, last = first_and_last_step(tmp_path / "rollouts")
-    assert len(first) == 2 and last == []
+    write_samples(tmp_path, 4, [sample(4, 1.0), sample(4, 0.0)])
+    samples = read_samples(tmp_path / "rollouts")
+    assert len(samples.first) == 2 and samples.last == []
+
+
+def test_samples_of_a_long_run_are_read_from_its_ends(tmp_path: Path) -> None:
+    for n in range(1, 121):
+        write_samples(tmp_path, n, [sample(n, 1.0)])
+    samples = read_samples(tmp_path / "rollouts")
+    assert samples.first[0]["step"] == 1 and samples.last[0]["step"] == 120
+    assert [r["step"] for r in samples.recent] == list(range(71, 121))
 
 
 # -- the drawing -------------------------------------------------------------------------------------

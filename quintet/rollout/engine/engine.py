@@ -43,6 +43,7 @@ class SyncEngine(Protocol):
     """What `EngineWorker` drives from its thread. One thread calls all methods; `stats` may be called from any."""
 
     version: int
+    phase: str  # what the last `step` did: "prefill" or "decode"
 
     @property
     def has_work(self) -> bool: ...
@@ -94,6 +95,7 @@ class Engine:
         spec = read_spec(hf_config)
         kernels = make_kernels(config.numerics, config.page_size, dtype)
         self.version = version
+        self.phase = "decode"
         self._decode = decode
         self._now = now
         self._model = DecoderModel(spec, kernels, device, dtype)
@@ -136,6 +138,7 @@ class Engine:
     def step(self) -> list[Finished]:
         began = self._now()
         work = self._scheduler.schedule(began)
+        self.phase = self._scheduler.phase
         if work:
             tokens, logprobs = self._run(work)
             self._postprocess(work, tokens, logprobs)

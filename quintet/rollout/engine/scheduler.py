@@ -44,6 +44,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.phase = "decode"  # of the work scheduled last: "prefill" or "decode"
         self.preemptions = 0
         self.prompt_tokens = 0  # prompt tokens of all admissions
         self.computed_prompt_tokens = 0  # ... and how many of them were not shared
@@ -53,7 +54,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Work]:
         """Work of the next step; empty when nothing waits or runs. KV pages for it are allocated."""
-        return self._admit(now) or self._decode()
+        admitted = self._admit(now)
+        self.phase = "prefill" if admitted else "decode"
+        return admitted or self._decode()
 
     def finish(self, sequence: Sequence) -> None:
         """Drop a running sequence and its references to pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -17,11 +18,13 @@ from transformers import PretrainedConfig
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.engine import Engine, EngineStats, SyncEngine
 from quintet.rollout.engine.sequence import Decode, Finished, check_params
-from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
+from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, Span, WeightRef
 from quintet.weights import open_weights
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_SPAN_S = 0.5  # a phase is told at least this often
+_SPAN_GAP_S = 0.005  # steps further apart are two spans
 
 
 class _Call:
@@ -46,10 +49,15 @@ class EngineWorker:
 
     Concurrent `generate` calls share the engine's batch. An exception in the engine ends what was in flight with
     `Rollout.failure` (kind engine); the worker stays up and is unhealthy until a step succeeds.
+
+    `on_span` is told of the engine's phases from its thread: neighbouring steps of one phase are one span of lane
+    `rollout`, up to half a second long and never across a sample's end.
     """
 
     def __init__(self, engine: SyncEngine) -> None:
         self._engine = engine
+        self.on_span: Callable[[Span], None] = lambda span: None
+        self._phase: Span | None = None  # begun and not yet told
         self._threads = torch.get_num_threads()
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
@@ -157,6 +165,7 @@ class EngineWorker:
         return True
 
     def _step(self) -> list[Finished]:
+        began = time.monotonic()
         try:
             finished = self._engine.step()
         except Exception as error:
@@ -164,7 +173,19 @@ class EngineWorker:
             self._error = f"{type(error).__name__}: {error}"
             return self._engine.fail_all(f"the engine stopped: {self._error}")
         self._error = ""
+        self._note_phase(began, time.monotonic(), last=bool(finished))
         return finished
+
+    def _note_phase(self, began: float, ended: float, *, last: bool) -> None:
+        open_ = self._phase
+        if open_ is not None and (open_.name != self._engine.phase or began - open_.end > _SPAN_GAP_S):
+            self.on_span(open_)
+            open_ = None
+        start, steps = (began, 1) if open_ is None else (open_.start, open_.args["steps"] + 1)
+        self._phase = Span("rollout", self._engine.phase, start, ended, {"steps": steps})
+        if last or ended - start >= _SPAN_S:
+            self.on_span(self._phase)
+            self._phase = None
 
     def _shut(self) -> None:
         with self._wake:
