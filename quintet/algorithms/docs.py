@@ -106,9 +106,7 @@ declares as an entry point (group `quintet.presets`, e.g. `my_algo = "my_package
 ```python
 from quintet.algorithms.presets import Cell, Row
 
-MY_ROW = Row(
-    "what it is", "its paper", Cell("my_package.my_module:best_minus_mean"), Cell("ppo"), Cell("token-mean")
-)
+MY_ROW = Row("what it is", "its paper", Cell("my_package.my_module:best_minus_mean"), Cell("ppo"), Cell("token-mean"))
 ```
 
 ## Functions without a row yet
