@@ -44,21 +44,30 @@ def train(
     on_event: EventHandler | None = None,
     handle_signals: bool = False,
 ) -> RunResult:
-    """Train by reinforcement learning; an unfinished run in the folder `out` is resumed.
+    """Train by reinforcement learning, or on given answers with an offline preset (dpo, reward_model, sft ...); an
+    unfinished run in the folder `out` is resumed.
 
     `reward` replaces `reward.functions` of the recipe. `on_event(kind, payload)` sees progress (kinds in
     `observe/progress.py`). `handle_signals`: the first Ctrl-C ends the run after the step in progress.
     Raises QuintetError for wrong input and for a run that cannot go on.
     """
     run_config = load_config(config)
+    from quintet.algorithms.offline import is_offline
     from quintet.cluster.folder import RunFolder
     from quintet.cluster.local import LocalRun, StopFlag
+    from quintet.cluster.offline import OfflineRun
 
+    offline = is_offline(run_config.algorithm)
+    if offline and reward is not None:
+        raise QuintetError(f"train(reward=...) has no effect: preset {run_config.algorithm.preset} samples nothing")
     functions = [reward] if callable(reward) else reward
     folder = RunFolder(run_folder(run_config, out))
     event = on_event or _log_event
     stop = StopFlag(event)
     with folder.locked(), stop.handling_sigint(handle_signals):
+        if offline:
+            trained = OfflineRun(run_config, folder, sinks=sinks, on_event=event, stop=stop)
+            return RunResult(_run(trained.run()), folder.root)
         run = LocalRun(run_config, folder, reward=functions, sinks=sinks, on_event=event, stop=stop)
         return RunResult(_run(run.run()), folder.root)
 

@@ -12,9 +12,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from quintet.algorithms.filters import check_overlong_buffer
+from quintet.algorithms.offline import OfflineAlgorithm, is_offline, resolve_offline
 from quintet.algorithms.presets import Algorithm, resolve
+from quintet.data.config import AnswerColumnsConfig
 from quintet.observe.config import LogConfig
 from quintet.rollout.factory import check_rollout_config
+from quintet.train.config import CriticConfig, OfflineConfig, TrainConfig
 from quintet.types import QuintetError
 
 if TYPE_CHECKING:
@@ -29,14 +32,15 @@ class Problem(NamedTuple):
 def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Problem]:
     """Every contradiction in the tree, the most basic first. `training` False: only what matters without RL too."""
     try:
-        algorithm = resolve(config.algorithm)
+        offline = resolve_offline(config.algorithm) if is_offline(config.algorithm) else None
+        algorithm = resolve(config.algorithm) if offline is None else None
     except QuintetError as error:
         yield Problem(_blame(str(error)), str(error))
         return
-    if training:
-        yield from _batching(config, algorithm)
-        yield from _old_policy(config, algorithm)
-        yield from _sampling(config)
+    if training and offline is not None:
+        yield from _offline(config, offline)
+    if training and algorithm is not None:
+        yield from _online(config, algorithm)
     yield from _engine(config)
     yield from _held_out(config)
     yield from _best(config)
@@ -85,6 +89,51 @@ def _old_policy(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
             "algorithm.correction",
             "algorithm.correction weighs the old policy against the sampler, but with train.old sampler they are the "
             "same and it does nothing: remove it, or set train.old to trainer",
+        )
+
+
+def _critic(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    if not algorithm.needs_values and config.train.critic != CriticConfig():
+        yield Problem(
+            "train.critic",
+            f"train.critic has no effect: preset {algorithm.preset} with advantage {algorithm.advantage.name} has no "
+            "critic; remove it, or use preset ppo",
+        )
+
+
+def _online(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    yield from _batching(config, algorithm)
+    yield from _old_policy(config, algorithm)
+    yield from _critic(config, algorithm)
+    yield from _sampling(config)
+    for key, value, default in (
+        ("offline", config.offline, OfflineConfig()),
+        ("data.answers", config.data.answers, AnswerColumnsConfig()),
+    ):
+        if value != default:
+            yield Problem(
+                key,
+                f"{key} has no effect: preset {algorithm.preset} samples answers; remove it, or use an offline one",
+            )
+
+
+def _offline(config: RunConfig, algorithm: OfflineAlgorithm) -> Iterator[Problem]:
+    """Rollout and reward options are left alone: `quintet eval` and `generate` use them on the same recipe."""
+    plain, name = TrainConfig(), algorithm.preset
+    for option in ("epochs", "mini_batches", "old", "critic"):
+        if getattr(config.train, option) != getattr(plain, option):
+            yield Problem(
+                f"train.{option}",
+                f"train.{option} has no effect with the offline preset {name}: a step is one update on "
+                "offline.batch_size rows (data.epochs bounds the passes); remove it",
+            )
+    if config.checkpoint.keep_best:
+        yield Problem("checkpoint.keep_best", f"checkpoint.keep_best has no effect with the offline preset {name}")
+    if config.data.answers.margin is not None and not algorithm.trains_reward:
+        yield Problem("data.answers.margin", f"data.answers.margin has no effect with preset {name}: only reward_model")
+    if config.model.lora is not None and algorithm.trains_reward:
+        yield Problem(
+            "model.lora", f"model.lora has no effect with preset {name}, which trains the whole body: remove it"
         )
 
 

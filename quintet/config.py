@@ -27,7 +27,7 @@ from quintet.observe.config import LogConfig
 from quintet.recipe import Recipe, nearest, read_recipe, with_overrides
 from quintet.reward.config import RewardConfig
 from quintet.rollout.config import RolloutConfig
-from quintet.train.config import CheckpointConfig, TrainConfig, WarmStartConfig
+from quintet.train.config import CheckpointConfig, OfflineConfig, TrainConfig, WarmStartConfig
 from quintet.types import QuintetError
 
 
@@ -70,6 +70,7 @@ class RunConfig(BaseModel):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    offline: OfflineConfig = Field(default_factory=OfflineConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

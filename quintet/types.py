@@ -195,6 +195,8 @@ class Experience(msgspec.Struct):
     proximal_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     values: list[float] | None = None
+    bootstrap_value: float = 0.0  # the critic's value after the last token of a truncated response
+    returns: list[float] | None = None  # per token, what the critic is trained towards
     metadata: dict[str, Any] = {}
 
 

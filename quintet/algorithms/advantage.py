@@ -36,6 +36,8 @@ class AdvantageInput:
     mask_NT: Tensor
     token_rewards_NT: Tensor
     parts: list[dict[str, float | None]]
+    values_NT: Tensor | None = None  # the critic's, where the row has one; 0 on masked tokens
+    bootstrap_N: Tensor | None = None  # the critic's value after the last token of a truncated response, else 0
 
 
 Estimator = Callable[..., Tensor]
@@ -59,6 +61,8 @@ def compute_advantages(algorithm: Algorithm, batch: ExperienceBatch) -> Experien
         for e, row_T, value in zip(scored, advantages_NT, per_sample_N.tolist(), strict=True):
             advantages = row_T[: len(e.response_ids)].tolist()
             filled.append(msgspec.structs.replace(e, advantage=value, advantages=advantages))
+        if algorithm.needs_values:
+            filled = _with_returns(filled, value_targets(x, **algorithm.advantage.params))
     done = iter(filled)
     experiences = [_unscored(e) if e.reward is None else next(done) for e in batch.experiences]
     return msgspec.structs.replace(batch, experiences=experiences, metrics=metrics)
@@ -67,6 +71,11 @@ def compute_advantages(algorithm: Algorithm, batch: ExperienceBatch) -> Experien
 def _unscored(e: Experience) -> Experience:
     n = len(e.response_ids)
     return msgspec.structs.replace(e, advantage=0.0, advantages=[0.0] * n, loss_mask=[0] * n)
+
+
+def _with_returns(experiences: list[Experience], returns_NT: Tensor) -> list[Experience]:
+    rows = zip(experiences, returns_NT.tolist(), strict=True)
+    return [msgspec.structs.replace(e, returns=row[: len(e.response_ids)]) for e, row in rows]
 
 
 def _pad(rows: list[list[float]] | list[list[int]], width: int) -> Tensor:
@@ -86,12 +95,17 @@ def _input(algorithm: Algorithm, scored: list[Experience]) -> tuple[AdvantageInp
         kl_NT = _kl_in_reward(algorithm.kl, scored, mask_NT)
         token_rewards_NT = token_rewards_NT - algorithm.kl.params["coef"] * kl_NT
         rewards_N = rewards_N - algorithm.kl.params["coef"] * kl_NT.sum(dim=1)
+    has_values = algorithm.needs_values
+    if has_values and any(e.values is None for e in scored):
+        raise ValueError("this advantage needs values: TrainWorker.prepare must fill them")
     x = AdvantageInput(
         rewards_N=rewards_N,
         group_N=torch.tensor([groups[e.group_id] for e in scored]),
         mask_NT=mask_NT,
         token_rewards_NT=token_rewards_NT,
         parts=[e.metadata.get("parts", {}) for e in scored],
+        values_NT=_pad([e.values or [] for e in scored], width) if has_values else None,
+        bootstrap_N=torch.tensor([e.bootstrap_value for e in scored], dtype=torch.float64) if has_values else None,
     )
     return x, kl_NT
 
@@ -224,6 +238,22 @@ def _gdpo(x: AdvantageInput, *, weights: dict[str, float], eps: float, batch: st
     return estimators.standardise(total_N, eps=eps)
 
 
+def _gae(x: AdvantageInput, *, gamma: float, lam: float, whiten: bool, bootstrap: bool) -> Tensor:
+    advantages_NT, _ = _gae_and_targets(x, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    return estimators.whiten(advantages_NT, x.mask_NT) if whiten else advantages_NT
+
+
+def value_targets(x: AdvantageInput, *, gamma: float, lam: float, bootstrap: bool, **_: Any) -> Tensor:
+    """What the critic is trained towards: V + GAE before any whitening, [N, T], 0 where masked."""
+    return _gae_and_targets(x, gamma=gamma, lam=lam, bootstrap=bootstrap)[1]
+
+
+def _gae_and_targets(x: AdvantageInput, *, gamma: float, lam: float, bootstrap: bool) -> tuple[Tensor, Tensor]:
+    assert x.values_NT is not None, "the trait NEEDS_VALUES fills them"
+    last_N = x.bootstrap_N if bootstrap else None
+    return estimators.gae(x.token_rewards_NT, x.values_NT, x.mask_NT, gamma=gamma, lam=lam, bootstrap_N=last_N)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": _grpo,
     "rloo": _rloo,
@@ -231,6 +261,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gpg": _gpg,
     "pass_at_k": _pass_at_k,
     "gdpo": _gdpo,
+    "gae": _gae,
     "batch_mean": _batch_mean,
     "returns": _returns,
     "reinforce_pp": _reinforce_pp,

@@ -19,6 +19,10 @@ class Trait(StrEnum):
     REWARD_PARTS = "reward_parts"  # reads the parts of the score, not its total: a shaped total does nothing
     OWN_WEIGHTS = "own_weights"  # weighs against the sampler itself: a correction would count twice
     NEEDS_PROXIMAL = "needs_proximal"  # needs old log-probabilities of the whole batch before the update
+    NEEDS_VALUES = "needs_values"  # needs a critic's value of every token, and trains the critic
+    NEEDS_REF = "needs_ref"  # offline: compares with a frozen reference policy
+    NEEDS_PAIRS = "needs_pairs"  # offline: a chosen and a rejected answer in every row
+    TRAINS_REWARD = "trains_reward"  # offline: the result is a reward model, not a policy
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,21 @@ ADVANTAGES: Mapping[str, CellSpec] = {
             "batch": Param("sequence", str, "whitened over sequences, or over tokens", ("sequence", "token")),
         },
         frozenset({Trait.GROUP_RELATIVE, Trait.REWARD_PARTS}),
+    ),
+    "gae": CellSpec(
+        "sum over later tokens l of (gamma lam)^l (r + gamma V_next - V), V the critic's (options: train.critic)",
+        "arXiv:1506.02438",
+        {
+            "gamma": _GAMMA,
+            "lam": Param(0.95, float, "1: reward to go minus V; 0: one step ahead", low=0.0, high=1.0),
+            "whiten": Param(True, bool, "then whitened over all tokens of the batch (sample variance)"),
+            "bootstrap": Param(
+                False,
+                bool,
+                "a truncated response goes on with the critic's value after its last token; false: its reward is final",
+            ),
+        },
+        frozenset({Trait.NEEDS_VALUES}),
     ),
     "batch_mean": CellSpec(
         "r minus the mean reward of the batch (one sample per prompt is enough)", "FlashREINFORCE (Hu et al., 2026)"
@@ -344,11 +363,17 @@ CORRECTIONS: Mapping[str, CellSpec] = {
     ),
 }
 
+_MAX_REFILL = Param(
+    10, int, "the run stops when a step drops more groups than this times rollout.groups_per_step", low=1
+)
 FILTERS: Mapping[str, CellSpec] = {
     "dynamic_sampling": CellSpec(
         "groups whose rewards are all equal are replaced",
         "arXiv:2503.14476",
-        {"min_std": Param(1e-6, float, "equal: the rewards' standard deviation is at most this", low=0.0)},
+        {
+            "min_std": Param(1e-6, float, "equal: the rewards' standard deviation is at most this", low=0.0),
+            "max_refill": _MAX_REFILL,
+        },
     ),
     "mean_range": CellSpec(
         "groups whose mean reward is not strictly between low and high are replaced",
@@ -356,6 +381,7 @@ FILTERS: Mapping[str, CellSpec] = {
         {
             "low": Param(0.0, float, "mean reward must be above"),
             "high": Param(1.0, float, "mean reward must be below"),
+            "max_refill": _MAX_REFILL,
         },
     ),
     "overlong_penalty": CellSpec(
@@ -376,6 +402,61 @@ FILTERS: Mapping[str, CellSpec] = {
     ),
 }
 
+_PAIRS = frozenset({Trait.NEEDS_PAIRS})
+_LOSS = ("loss", ("sigmoid", "robust"))
+OBJECTIVES: Mapping[str, CellSpec] = {
+    "dpo": CellSpec(
+        "-log sigmoid(beta h), h = log(pi/ref) of the chosen minus that of the rejected answer; hinge: max(0, 1 - beta "
+        "h); ipo: (h - 1/(2 beta))^2; robust: the sigmoid loss, unbiased when a share label_smoothing of labels is "
+        "flipped",
+        "arXiv:2305.18290; hinge arXiv:2305.10425; ipo arXiv:2310.12036; robust arXiv:2403.00409",
+        {
+            "loss": Param("sigmoid", str, "the function of h", ("sigmoid", "hinge", "ipo", "robust")),
+            "beta": Param(0.1, float, "how far the policy may move from the reference: less is further", low=1e-6),
+            "label_smoothing": Param(
+                0.0, float, "probability that a label is wrong (conservative DPO)", low=0.0, high=0.49, only_if=_LOSS
+            ),
+            "per_token": Param(
+                True, bool, "log-ratios averaged over the answer's tokens (as TRL)", only_if=("loss", ("ipo",))
+            ),
+        },
+        _PAIRS | {Trait.NEEDS_REF},
+    ),
+    "simpo": CellSpec(
+        "-log sigmoid(beta (mean log pi of the chosen - of the rejected answer) - gamma); no reference",
+        "arXiv:2405.14734",
+        {
+            "beta": Param(2.0, float, "scale of the mean log-probability", low=1e-6),
+            "gamma": Param(1.0, float, "margin that the chosen answer must have", low=0.0),
+        },
+        _PAIRS,
+    ),
+    "orpo": CellSpec(
+        "negative log-likelihood of the chosen answer - beta log sigmoid(log odds ratio of the mean log-probabilities)",
+        "arXiv:2403.07691",
+        {"beta": Param(0.1, float, "weight of the odds ratio", low=0.0)},
+        _PAIRS,
+    ),
+    "kto": CellSpec(
+        "w (1 - sigmoid(+-beta (log(pi/ref) - z0))), + for desirable answers; z0: the batch's KL on mismatched pairs",
+        "arXiv:2402.01306",
+        {
+            "beta": Param(0.1, float, "as in dpo", low=1e-6),
+            "weight_desirable": Param(1.0, float, "w of desirable answers", low=0.0),
+            "weight_undesirable": Param(1.0, float, "w of the others", low=0.0),
+        },
+        frozenset({Trait.NEEDS_REF}),
+    ),
+    "bradley_terry": CellSpec(
+        "-log sigmoid(r_chosen - r_rejected - margin) + centre (r_chosen + r_rejected)^2; margin is a column of the "
+        "data (data.answers.margin)",
+        "arXiv:2203.02155; margin arXiv:2307.09288; centring arXiv:2312.09244",
+        {"centre": Param(0.0, float, "keeps rewards around 0 (0.01 is usual)", low=0.0)},
+        _PAIRS | {Trait.TRAINS_REWARD},
+    ),
+    "likelihood": CellSpec("-log pi of the answer, token-mean over the optimizer step"),
+}
+
 COLUMNS: Mapping[str, Mapping[str, CellSpec]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
@@ -383,4 +464,5 @@ COLUMNS: Mapping[str, Mapping[str, CellSpec]] = {
     "kl": KLS,
     "correction": CORRECTIONS,
     "filters": FILTERS,
+    "objective": OBJECTIVES,
 }

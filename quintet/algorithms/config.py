@@ -14,7 +14,9 @@ class AlgorithmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    preset: str = "grpo"
+    preset: str = Field(
+        "grpo", description="a name of `quintet algorithms`, an installed package's, or package.module:ROW"
+    )
     max_staleness: int = Field(
         0, ge=0, description="eta: how many versions old a token may be when it is trained; 0 is on-policy"
     )
@@ -29,5 +31,8 @@ class AlgorithmConfig(BaseModel):
     )
     filters: list[dict[str, Any] | str] | None = Field(
         None, description="override: the whole list of sample and group filters; []: no filter"
+    )
+    objective: dict[str, Any] | str | None = Field(
+        None, description="override, offline presets (dpo, reward_model, sft ...) only: the loss of given answers"
     )
     entropy_coef: float = Field(0.0, description="entropy bonus: this times the mean token entropy leaves the loss")

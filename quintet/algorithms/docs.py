@@ -1,9 +1,9 @@
-"""Prints docs/algorithms.md from the tables: `python -m quintet.algorithms.docs`."""
+"""The tables as data (`quintet algorithms`) and as a page: `python -m quintet.algorithms.docs > docs/algorithms.md`."""
 
 from __future__ import annotations
 
 from quintet.algorithms.cells import COLUMNS, CellSpec, Param
-from quintet.algorithms.presets import PRESETS, Cell, Row
+from quintet.algorithms.presets import OFFLINE_PRESETS, PRESETS, Cell
 
 TITLES = {
     "advantage": "Advantages",
@@ -12,6 +12,7 @@ TITLES = {
     "kl": "KL estimators",
     "correction": "Corrections",
     "filters": "Filters",
+    "objective": "Objectives of offline presets",
 }
 
 INTRODUCTION = """\
@@ -20,7 +21,7 @@ INTRODUCTION = """\
 <!-- Generated: python -m quintet.algorithms.docs > docs/algorithms.md -->
 
 An algorithm is a row: advantage x policy loss x aggregation x KL x correction x filters. A recipe names a row and may
-replace any cell of it:
+replace any cell of it (`quintet algorithms` prints the table, `--json` with every parameter):
 
 ```yaml
 algorithm:
@@ -34,7 +35,8 @@ algorithm:
 
 An unknown name, a parameter that the function does not have, and a parameter that would do nothing are errors.
 
-Notation: ratio = pi / pi_old, mu is the sampler, A the advantage, sg a stop-gradient.
+Notation: ratio = pi / pi_old, mu is the sampler, A the advantage, r the reward, sg a stop-gradient, ref the frozen
+reference policy (the policy as it was when the run began).
 
 - A group whose rewards are all equal gets advantage exactly 0; the KL and entropy terms still act on its tokens.
 - A group of one gets advantage 0 from estimators that compare within a group (`singleton: raw` where offered).
@@ -42,6 +44,32 @@ Notation: ratio = pi / pi_old, mu is the sampler, A the advantage, sg a stop-gra
 - Means divide once, by the counts of the whole optimizer step. A correction leaves these counts alone.
 - The log ratio is clamped to +-20 before exp.
 - k1 averages to a zero gradient as a loss term and is refused there; k2 or k3 in the loss, or k1 in the reward.
+"""
+
+OFFLINE = """\
+## Offline presets
+
+They train on given answers; `quintet train` runs them as it runs the others. `steps` are optimizer steps of
+`offline.batch_size` rows. Rows are `prompt, chosen, rejected` (strings or messages; without `prompt`, two conversations
+that differ in their last message), for `kto` also `prompt, completion, label`, for `sft` `messages` or `prompt` with
+`completion` or an answer. Log-probabilities of an answer are sums over its tokens, its end token among them, unless the
+formula says mean. Held-out rows give `eval/loss` and, of pairs, `eval/pair_accuracy` (a tie counts half) and
+`eval/margin`: the reward of the chosen minus that of the rejected answer, where the reward is beta log(pi / ref) (dpo,
+kto), beta times the mean log-probability (simpo, orpo) or the reward model's.
+
+"""
+
+CRITIC = """\
+## The critic of ppo
+
+A copy of the policy's body with a head of one number (`train.critic`), updated once per mini-batch beside the policy:
+
+    loss = token-mean of 1/2 max((V - R)^2, (V_clip - R)^2),  V_clip = V_old + clamp(V - V_old, -clip, clip)
+    R = V_old + GAE(gamma, lam)        critic/explained_variance = 1 - Var(R - V_old) / Var(R)
+
+V of a token is read where the token is predicted. "Next" in GAE is the next token of the policy: values of tool tokens
+and padding are never read. `bootstrap: true` in the `gae` cell adds gamma V after the last token of a response that was
+cut off; the default takes its reward as final.
 """
 
 CUSTOM = """\
@@ -72,32 +100,59 @@ algorithm:
   policy_loss: "my_package.my_module:squared_ratio"
 ```
 
+A whole row of yours is a preset: `preset: "my_package.my_module:MY_ROW"`, or, of an installed package, the name that it
+declares as an entry point (group `quintet.presets`, e.g. `my_algo = "my_package.my_module:MY_ROW"`).
+
+```python
+from quintet.algorithms.presets import Cell, Row
+
+MY_ROW = Row("what it is", "its paper", Cell("my_package.my_module:best_minus_mean"), Cell("ppo"), Cell("token-mean"))
+```
+
 ## Functions without a row yet
 
-In `quintet.algorithms.estimators`: `gae` (needs a critic), `remax` (needs a greedy answer). In `value`: `value_loss`,
-`explained_variance`. In `preference`: `dpo` (sigmoid, hinge, ipo, robust, with label smoothing), `simpo`, `orpo_odds`,
-`kto`, `bradley_terry`. In `kl`: `full_kl`. In `logprobs`: log-probabilities, entropy and kept sets under temperature,
-top-k, top-p and min-p.
+In `quintet.algorithms.estimators`: `remax` (needs a greedy answer). In `kl`: `full_kl`. In `logprobs`:
+log-probabilities, entropy and kept sets under temperature, top-k, top-p and min-p.
 """
+
+ONLINE_COLUMNS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "filters")
 
 
 def render() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, _presets(), *(_column(name) for name in COLUMNS), CUSTOM]
+    online = {r["preset"]: r for r in preset_table() if "objective" not in r}
+    offline = {r["preset"]: r for r in preset_table() if "objective" in r}
+    columns = {name: _column(name) for name in COLUMNS}
+    parts = [
+        INTRODUCTION,
+        "## Presets\n\n" + _markdown(online, ("paper", *ONLINE_COLUMNS)),
+        OFFLINE + _markdown(offline, ("paper", "objective")),
+        *(columns[name] for name in COLUMNS),
+        CRITIC,
+        CUSTOM,
+    ]
     return "\n".join(parts)
 
 
-def _presets() -> str:
-    head = "| preset | advantage | policy loss | aggregation | KL | correction | filters |\n" + "|---" * 7 + "|\n"
-    rows = [_row(name, row) for name, row in PRESETS.items()]
-    notes = [f"- `{name}`: {row.doc}" for name, row in PRESETS.items()]
-    return "## Presets\n\n" + head + "\n".join(rows) + "\n\n" + "\n".join(notes) + "\n"
+def preset_table() -> list[dict[str, str]]:
+    """One dict per built-in preset: `preset`, `doc`, `paper`, and each of its cells as text (offline: `objective`)."""
+    rows = []
+    for name, row in PRESETS.items():
+        cells = {c: _cell(getattr(row, c)) for c in ONLINE_COLUMNS if c != "filters"}
+        cells["filters"] = ", ".join(_cell(c) for c in row.filters)
+        rows.append({"preset": name, "doc": row.doc, "paper": row.source, **cells})
+    for name, offline in OFFLINE_PRESETS.items():
+        cell = {"objective": _cell(offline.objective)}
+        rows.append({"preset": name, "doc": offline.doc, "paper": offline.source, **cell})
+    return rows
 
 
-def _row(name: str, row: Row) -> str:
-    cells = [row.advantage, row.policy_loss, row.aggregation, row.kl, row.correction]
-    shown = [_cell(c) for c in cells] + [", ".join(_cell(c) for c in row.filters)]
-    return f"| `{name}` | " + " | ".join(shown) + " |"
+def _markdown(rows: dict[str, dict[str, str]], columns: tuple[str, ...]) -> str:
+    """A table of the rows, and a line on each."""
+    head = ["preset", *(c.replace("_", " ") for c in columns)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += [f"| `{name}` | " + " | ".join(row[c] for c in columns) + " |" for name, row in rows.items()]
+    return "\n".join([*lines, "", *(f"- `{name}`: {row['doc']}" for name, row in rows.items())]) + "\n"
 
 
 def _cell(cell: Cell | None) -> str:

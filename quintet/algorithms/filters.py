@@ -23,6 +23,12 @@ def group_verdict(algorithm: Algorithm, group: Group) -> str | None:
     return None
 
 
+def refill_bound(algorithm: Algorithm) -> int | None:
+    """Groups that a step may drop by `group_verdict`, in multiples of its own; None where no filter drops any."""
+    bounds = [cell.params["max_refill"] for cell in algorithm.filters if "max_refill" in cell.params]
+    return min(bounds, default=None)
+
+
 def shape_samples(algorithm: Algorithm, experiences: list[Experience], max_tokens: int) -> list[Experience]:
     """New experiences with the row's sample filters applied in their order.
 

@@ -1,7 +1,7 @@
 """The table of presets and how a recipe's overrides are laid over a row. Torch-free.
 
-A row is advantage x policy loss x aggregation x KL x correction x filters. Rows that need what no module
-provides yet (a critic, a greedy baseline) are left out; their functions exist in `estimators.py` and `value.py`.
+A row is advantage x policy loss x aggregation x KL x correction x filters. A row that needs what no module
+provides yet (ReMax's greedy answer) is left out; its function exists in `estimators.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from quintet.algorithms.cells import COLUMNS, CellSpec, Param, Trait
@@ -37,12 +38,22 @@ class Row:
     """A preset: cells with the parameters in which they differ from the cell's own defaults."""
 
     doc: str
+    source: str
     advantage: Cell
     policy_loss: Cell
     aggregation: Cell
     kl: Cell | None = None
     correction: Cell | None = None
     filters: tuple[Cell, ...] = ()
+
+
+@dataclass(frozen=True)
+class OfflineRow:
+    """A preset that trains on given answers instead of samples: one objective."""
+
+    doc: str
+    source: str
+    objective: Cell
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,16 @@ class Algorithm:
         """Old log-probabilities must be there before the advantages (`train.old: trainer`)."""
         return Trait.NEEDS_PROXIMAL in _traits("correction", self.correction)
 
+    @property
+    def needs_values(self) -> bool:
+        """A critic is trained beside the policy, and its values are there before the advantages."""
+        return Trait.NEEDS_VALUES in _traits("advantage", self.advantage)
+
+    @property
+    def needs_bootstrap(self) -> bool:
+        """The critic's value after the last token of a truncated response is wanted too."""
+        return self.needs_values and bool(self.advantage.params["bootstrap"])
+
     def bound_to(self, max_tokens: int) -> Algorithm:
         """Dr. GRPO's constant length, where the recipe leaves it open, is the rollout's limit of new tokens."""
         if self.aggregation.params.get("length", max_tokens) is not None:
@@ -95,14 +116,27 @@ _GRPO, _PPO = Cell("grpo"), Cell("ppo")
 _CENTRED = Cell("grpo", {"std": "none"})
 
 PRESETS: Mapping[str, Row] = {
-    "grpo": Row("GRPO without the KL term (the paper adds kl: {name: k3, coef: 0.04})", _GRPO, _PPO, _SEQ_MEAN),
-    "dr_grpo": Row("GRPO without the divisions by deviation and length", _CENTRED, _PPO, _NORM),
-    "rloo": Row(
-        "REINFORCE with a leave-one-out baseline, one update per batch", Cell("rloo"), Cell("reinforce"), _SEQ_SUM
+    "grpo": Row(
+        "GRPO without the KL term (the paper adds kl: {name: k3, coef: 0.04})",
+        "arXiv:2402.03300",
+        _GRPO,
+        _PPO,
+        _SEQ_MEAN,
     ),
-    "reinforce": Row("REINFORCE with the batch mean as baseline", Cell("batch_mean"), Cell("reinforce"), _SEQ_SUM),
+    "dr_grpo": Row("GRPO without the divisions by deviation and length", "arXiv:2503.20783", _CENTRED, _PPO, _NORM),
+    "rloo": Row(
+        "REINFORCE with a leave-one-out baseline, one update per batch",
+        "arXiv:2402.14740",
+        Cell("rloo"),
+        Cell("reinforce"),
+        _SEQ_SUM,
+    ),
+    "reinforce": Row(
+        "REINFORCE with the batch mean as baseline", "Williams 1992", Cell("batch_mean"), Cell("reinforce"), _SEQ_SUM
+    ),
     "reinforce_pp": Row(
         "REINFORCE++: batch-whitened returns, KL in the reward",
+        "arXiv:2501.03262",
         Cell("reinforce_pp"),
         _PPO,
         _TOKEN,
@@ -110,43 +144,72 @@ PRESETS: Mapping[str, Row] = {
     ),
     "reinforce_pp_baseline": Row(
         "REINFORCE++ with a group baseline, KL (k2) in the loss",
+        "arXiv:2501.03262",
         Cell("reinforce_pp_baseline"),
         _PPO,
         _TOKEN,
         kl=Cell("k2", {"coef": 0.001}),
     ),
+    "ppo": Row(
+        "PPO with a critic: GAE and a clipped value loss (train.critic)", "arXiv:1707.06347", Cell("gae"), _PPO, _TOKEN
+    ),
     "dapo": Row(
         "clip-higher, token-mean, dynamic sampling, overlong penalty",
+        "arXiv:2503.14476",
         _GRPO,
         Cell("ppo", {"eps_high": 0.28}),
         _TOKEN,
         filters=(Cell("dynamic_sampling"), Cell("overlong_penalty")),
     ),
-    "gspo": Row("sequence-level ratio", _GRPO, Cell("gspo"), _SEQ_MEAN),
-    "gspo_token": Row("sequence-level ratio, token-level gradient", _GRPO, Cell("gspo_token"), _SEQ_MEAN),
-    "luspo": Row("GSPO weighted by length", _GRPO, Cell("gspo", {"eps_low": 0.2, "eps_high": 0.25}), _SEQ_SUM),
-    "cispo": Row("clipped importance weight on log pi", _GRPO, Cell("cispo"), _TOKEN),
-    "tis": Row("two-sided truncated weight on log pi", _GRPO, Cell("cispo", {"eps_low": 0.2, "eps_high": 0.2}), _TOKEN),
-    "gmpo": Row("geometric mean of the token ratios", _GRPO, Cell("gmpo"), _SEQ_MEAN),
-    "sapo": Row("soft gate in place of the clip", _GRPO, Cell("sapo"), _SEQ_MEAN),
-    "topr": Row("full weight for successes, truncated for failures", _GRPO, Cell("topr"), _SEQ_SUM),
-    "dppo_tv": Row("trust region on the token's probability", _GRPO, Cell("dppo"), _TOKEN),
+    "gspo": Row("sequence-level ratio", "arXiv:2507.18071", _GRPO, Cell("gspo"), _SEQ_MEAN),
+    "gspo_token": Row(
+        "sequence-level ratio, token-level gradient", "arXiv:2507.18071", _GRPO, Cell("gspo_token"), _SEQ_MEAN
+    ),
+    "luspo": Row(
+        "GSPO weighted by length", "arXiv:2602.05261", _GRPO, Cell("gspo", {"eps_low": 0.2, "eps_high": 0.25}), _SEQ_SUM
+    ),
+    "cispo": Row("clipped importance weight on log pi", "arXiv:2506.13585", _GRPO, Cell("cispo"), _TOKEN),
+    "tis": Row(
+        "two-sided truncated weight on log pi",
+        "the seed",
+        _GRPO,
+        Cell("cispo", {"eps_low": 0.2, "eps_high": 0.2}),
+        _TOKEN,
+    ),
+    "gmpo": Row("geometric mean of the token ratios", "arXiv:2507.20673", _GRPO, Cell("gmpo"), _SEQ_MEAN),
+    "sapo": Row("soft gate in place of the clip", "arXiv:2511.20347", _GRPO, Cell("sapo"), _SEQ_MEAN),
+    "topr": Row("full weight for successes, truncated for failures", "arXiv:2503.14286", _GRPO, Cell("topr"), _SEQ_SUM),
+    "dppo_tv": Row("trust region on the token's probability", "arXiv:2602.04879", _GRPO, Cell("dppo"), _TOKEN),
     "dppo_kl": Row(
         "trust region on the token's Bernoulli KL",
+        "arXiv:2602.04879",
         _GRPO,
         Cell("dppo", {"divergence": "kl", "delta_low": 0.05, "delta_high": 0.05}),
         _TOKEN,
     ),
-    "vespo": Row("sequence weights that fade on both sides", _GRPO, Cell("vespo"), _TOKEN),
-    "opo": Row("length-weighted optimal baseline, exact on-policy", Cell("opo"), Cell("reinforce"), _TOKEN),
-    "gpg": Row("plain policy gradient with rescaled group-centred rewards", Cell("gpg"), Cell("reinforce"), _TOKEN),
-    "gdpo": Row("several rewards normalised one by one", Cell("gdpo"), _PPO, _SEQ_MEAN),
-    "pass_at_k": Row("credit for the best of the group", Cell("pass_at_k"), _PPO, _SEQ_MEAN),
+    "vespo": Row("sequence weights that fade on both sides", "arXiv:2602.10693", _GRPO, Cell("vespo"), _TOKEN),
+    "opo": Row(
+        "length-weighted optimal baseline, exact on-policy", "arXiv:2505.23585", Cell("opo"), Cell("reinforce"), _TOKEN
+    ),
+    "gpg": Row(
+        "plain policy gradient with rescaled group-centred rewards",
+        "arXiv:2504.02546",
+        Cell("gpg"),
+        Cell("reinforce"),
+        _TOKEN,
+    ),
+    "gdpo": Row("several rewards normalised one by one", "arXiv:2601.05242", Cell("gdpo"), _PPO, _SEQ_MEAN),
+    "pass_at_k": Row("credit for the best of the group", "arXiv:2503.19595", Cell("pass_at_k"), _PPO, _SEQ_MEAN),
     "flash_reinforce": Row(
-        "one sample per prompt, batch-mean baseline, trust gate", Cell("batch_mean"), Cell("flash_reinforce"), _SEQ_MEAN
+        "one sample per prompt, batch-mean baseline, trust gate",
+        "FlashREINFORCE (Hu et al., 2026)",
+        Cell("batch_mean"),
+        Cell("flash_reinforce"),
+        _SEQ_MEAN,
     ),
     "decoupled_ppo": Row(
         "PPO clip around a proximal policy, weighted by pi_prox / mu (train.old: trainer)",
+        "arXiv:2110.00641",
         _GRPO,
         _PPO,
         _TOKEN,
@@ -155,22 +218,67 @@ PRESETS: Mapping[str, Row] = {
 }
 
 
+OFFLINE_PRESETS: Mapping[str, OfflineRow] = {
+    "dpo": OfflineRow("direct preference optimisation", "arXiv:2305.18290", Cell("dpo")),
+    "cdpo": OfflineRow(
+        "conservative DPO: a tenth of the labels may be wrong",
+        "arXiv:2305.18290",
+        Cell("dpo", {"label_smoothing": 0.1}),
+    ),
+    "robust_dpo": OfflineRow(
+        "DPO, unbiased for flipped labels", "arXiv:2403.00409", Cell("dpo", {"loss": "robust", "label_smoothing": 0.1})
+    ),
+    "dpo_hinge": OfflineRow("DPO with a hinge loss (SLiC)", "arXiv:2305.10425", Cell("dpo", {"loss": "hinge"})),
+    "ipo": OfflineRow("identity preference optimisation", "arXiv:2310.12036", Cell("dpo", {"loss": "ipo"})),
+    "simpo": OfflineRow("preference by mean log-probability, no reference", "arXiv:2405.14734", Cell("simpo")),
+    "orpo": OfflineRow("likelihood and odds ratio in one stage, no reference", "arXiv:2403.07691", Cell("orpo")),
+    "kto": OfflineRow("answers labelled good or bad, pairs not needed", "arXiv:2402.01306", Cell("kto")),
+    "reward_model": OfflineRow(
+        "a reward model for reward.functions: [{fn: model, args: {path: RUN/final}}]",
+        "arXiv:2203.02155",
+        Cell("bradley_terry"),
+    ),
+    "sft": OfflineRow("supervised fine-tuning on given answers", "", Cell("likelihood")),
+}
+ENTRY_POINTS = "quintet.presets"  # group under which an installed package offers rows
+
+
+def find_row(preset: str) -> Row | OfflineRow:
+    """The row of a preset's name: built in, an installed package's (entry point), or `package.module:ROW`.
+
+    Raises `QuintetError` for a name that is none of these, or that leads to something else than a row.
+    """
+    builtin: dict[str, Row | OfflineRow] = {**OFFLINE_PRESETS, **PRESETS}
+    if preset in builtin:
+        return builtin[preset]
+    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    place = offered.get(preset, preset)
+    if ":" not in place:
+        raise QuintetError(_unknown("algorithm.preset", preset, [*builtin, *offered]))
+    row = _import(place, "preset")
+    if not isinstance(row, Row | OfflineRow):
+        raise QuintetError(f"algorithm.preset: {place!r} is a {type(row).__name__}, not a Row or OfflineRow")
+    return row
+
+
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """The preset's row with the overrides laid over it, every parameter filled in and checked.
 
     Raises `QuintetError` for an unknown preset, cell or parameter (with the nearest name), a value of the wrong
-    type or range, a user's function that does not import, and an option that would do nothing.
+    type or range, a user's function that does not import, an option that would do nothing, and an offline preset.
     """
-    if config.preset not in PRESETS:
-        raise QuintetError(_unknown("algorithm.preset", config.preset, PRESETS))
-    row = PRESETS[config.preset]
+    row = find_row(config.preset)
+    if isinstance(row, OfflineRow):
+        raise QuintetError(f"algorithm.preset {config.preset} trains on given answers, it samples none")
+    if config.objective is not None:
+        raise QuintetError(f"algorithm.objective has no effect: preset {config.preset} is no offline one. Remove it")
     algorithm = Algorithm(
         preset=config.preset,
         advantage=_required("advantage", row.advantage, config.advantage),
         policy_loss=_required("policy_loss", row.policy_loss, config.policy_loss),
         aggregation=_required("aggregation", row.aggregation, config.aggregation),
-        kl=_override("kl", row.kl, config.kl),
-        correction=_override("correction", row.correction, config.correction),
+        kl=override_cell("kl", row.kl, config.kl),
+        correction=override_cell("correction", row.correction, config.correction),
         filters=_filters(row.filters, config.filters),
         entropy_coef=config.entropy_coef,
         max_staleness=config.max_staleness,
@@ -181,6 +289,13 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 def load_custom(name: str, column: str) -> Callable[..., Any]:
     """Import `package.module:function`. Raises `QuintetError` naming the missing part."""
+    function = _import(name, column)
+    if not callable(function):
+        raise QuintetError(f"algorithm.{column}: {name!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _import(name: str, column: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         module = import_module(module_name)
@@ -189,10 +304,10 @@ def load_custom(name: str, column: str) -> Callable[..., Any]:
             f"algorithm.{column}: cannot import {module_name!r} of {name!r}: {error}\n"
             "The module must be installed or lie in the working directory (PYTHONPATH)"
         ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise QuintetError(f"algorithm.{column}: {module_name!r} has no function {attribute!r}")
-    return function
+    if attribute not in vars(module):
+        what = "row" if column == "preset" else "function"
+        raise QuintetError(f"algorithm.{column}: {module_name!r} has no {what} {attribute!r}")
+    return vars(module)[attribute]
 
 
 def _traits(column: str, cell: Cell | None) -> frozenset[Trait]:
@@ -200,13 +315,13 @@ def _traits(column: str, cell: Cell | None) -> frozenset[Trait]:
 
 
 def _required(column: str, base: Cell, override: Mapping[str, Any] | str | None) -> Cell:
-    cell = _override(column, base, override)
+    cell = override_cell(column, base, override)
     if cell is None:
         raise QuintetError(f"algorithm.{column}: none is not possible here\nUse one of: {', '.join(COLUMNS[column])}")
     return cell
 
 
-def _override(column: str, base: Cell | None, override: Mapping[str, Any] | str | None) -> Cell | None:
+def override_cell(column: str, base: Cell | None, override: Mapping[str, Any] | str | None) -> Cell | None:
     """`base` (a preset's cell, or none) with a recipe's override over it, all parameters filled in."""
     if override is None:
         return None if base is None else _fill(column, base.name, base.params, {})
@@ -235,7 +350,7 @@ def _filters(base: tuple[Cell, ...], override: list[dict[str, Any] | str] | None
         name = item if isinstance(item, str) else item.get("name")
         if name is None:
             raise QuintetError(f"algorithm.filters: {item} has no name\nUse one of: {', '.join(COLUMNS['filters'])}")
-        cell = _override("filters", known.get(name), item)
+        cell = override_cell("filters", known.get(name), item)
         if cell is None or cell.name in {c.name for c in cells}:
             raise QuintetError(
                 f"algorithm.filters: {name!r} is not possible here (none, or named twice); no filter is []"

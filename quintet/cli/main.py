@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from quintet import __version__
+from quintet.cli.algorithms import algorithms
 from quintet.cli.check import check
 from quintet.cli.common import examples
 from quintet.cli.config import config
@@ -65,6 +66,7 @@ app.command("generate", epilog=examples(
     "quintet generate recipes/smollm2_sums.yaml 'What is 7 + 8?'",
     "quintet generate recipes/sums_tiny.yaml '07+08=' --checkpoint runs/first/final --n 4",
 ))(generate)  # fmt: skip
+app.command("algorithms", epilog=examples("quintet algorithms", "quintet algorithms --json"))(algorithms)
 app.command("replay", epilog=examples(
     "quintet replay runs/first --step 12",
     "quintet replay runs/first --step 12 --inspect",

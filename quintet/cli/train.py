@@ -18,7 +18,8 @@ ForkOption = Annotated[
 
 
 def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None, fork: ForkOption = False) -> None:
-    """Train a model by reinforcement learning. The same command on an existing run folder resumes it."""
+    """Train by reinforcement learning, or on given answers (preset dpo, reward_model, sft ...). The same command on an
+    existing run folder resumes it."""
     overrides = set_ or []
     config = load_config(recipe, overrides)
     folder = run_folder(config, out)

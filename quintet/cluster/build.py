@@ -143,10 +143,11 @@ def supervised_batches(
         if prompt.answer is None:
             raise QuintetError(f"warm_start: the prompt {prompt.id} has no reference answer (data.columns.answer)")
         examples.append((prompt.token_ids, [*tokenizer.encode(prompt.answer), end]))
-    return _epochs(examples, batch_size, seed)
+    return epochs_of(examples, batch_size, seed)
 
 
-def _epochs(examples: list[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
+def epochs_of(examples: list[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
+    """Batches without end, epoch after epoch in an order keyed by `seed`."""
     rng = random.Random(f"warm-start/{seed}")
     queue: list[Example] = []
     while True:

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from quintet.algorithms.offline import is_offline
 from quintet.algorithms.presets import resolve
 from quintet.cluster.build import Base, load_policy, rollout_worker, sampling_params
 from quintet.cluster.estimate import (
@@ -77,6 +78,11 @@ class Checker:
         self.folder = folder
         self.lines: list[Line] = []
         self._say = say
+        if is_offline(config.algorithm):
+            raise QuintetError(
+                f"quintet check does not look at offline presets (algorithm.preset {config.algorithm.preset})\n"
+                "quintet train checks model, data and options before its first step"
+            )
         self._algorithm = resolve(config.algorithm).bound_to(config.rollout.max_tokens)
         self._found = _Found()
 

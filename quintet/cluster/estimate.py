@@ -56,6 +56,7 @@ def memory_estimate(
         "gradients": _FLOAT32 * trained,
         "AdamW moments": _ADAMW * trained,
         "reference": _FLOAT32 * every if has_copy else 0,
+        "critic": (2 * _FLOAT32 + _ADAMW) * every if algorithm.needs_values else 0,  # weights, gradients, moments
         "published version": 2 * _FLOAT32 * every,  # the new one is copied while the old one is still there
         "engine weights": dtype.itemsize * every,
         "KV cache": _kv_bytes(config, algorithm, hf_config, dtype, prompt_tokens[1]),
@@ -104,6 +105,8 @@ def disk_estimate(config: RunConfig, algorithm: Algorithm, counts: tuple[int, in
     checkpoint = (_FLOAT32 + _ADAMW) * trained
     if algorithm.needs_ref and config.model.lora is None:
         checkpoint += _FLOAT32 * every
+    if algorithm.needs_values:
+        checkpoint += (_FLOAT32 + _ADAMW) * every
     kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is being written
     samples = config.steps * config.rollout.groups_per_step * config.rollout.group_size
     return {

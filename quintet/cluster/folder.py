@@ -60,7 +60,7 @@ class RunFolder:
     def _began(self) -> bool:
         """A run that was refused or stopped before its first group leaves nothing worth keeping: it is started anew,
         with whatever config mends it."""
-        return any(path.exists() for path in (self.journal, self.start, self.final))
+        return any(path.exists() for path in (self.journal, self.checkpoints, self.start, self.final))
 
     def _lengthen(self, config: RunConfig) -> None:
         if (self.root / "summary.json").exists():

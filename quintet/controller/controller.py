@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from quintet.algorithms.advantage import compute_advantages
-from quintet.algorithms.filters import group_verdict
+from quintet.algorithms.filters import group_verdict, refill_bound
 from quintet.algorithms.presets import Algorithm
 from quintet.clock import Clock, RealClock
 from quintet.controller.experience import sample_metrics, step_batch
@@ -313,6 +313,7 @@ class Controller:
             reason = group_verdict(self.algorithm, group)
             if reason is not None:
                 await self._drop(group, reason)
+                self._check_refill(reason)
                 return
         self._ready[group.group_id] = group
         if group.state is GroupState.SCORED:
@@ -351,6 +352,16 @@ class Controller:
         await self._drop(group, f"failed:{failure.kind.value}")
         if self._dropped_since_step[f"failed:{failure.kind.value}"] > 3 * self.settings.groups_per_step:
             raise RunFailed(f"no step can be filled: group after group fails: {failure.kind.value}: {failure.message}")
+
+    def _check_refill(self, reason: str) -> None:
+        """Raises RunFailed when a filter drops group after group: the step might never fill."""
+        bound, filtered = refill_bound(self.algorithm), self._dropped_since_step[reason]
+        if bound is not None and filtered > bound * self.settings.groups_per_step:
+            raise RunFailed(
+                f"step {self.state.step + 1} cannot be filled: the filters dropped {filtered} groups ({reason}), more "
+                f"than max_refill {bound} x {self.settings.groups_per_step}.\nThe task is too hard or too easy for the "
+                "model: change the data, take algorithm.filters away, or raise max_refill"
+            )
 
     async def _drop(self, group: Group, reason: str) -> None:
         self._dropped_since_step[reason] += 1

@@ -19,6 +19,19 @@ class ColumnsConfig(BaseModel):
     id: str | None = Field(None, description="stable id of a row; null: made from its content")
 
 
+class AnswerColumnsConfig(BaseModel):
+    """Columns of given answers, for offline presets (dpo, kto, reward_model, sft ...); each reads those it needs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    margin: str | None = Field(None, description="reward_model: how much better the chosen answer is; null: 0")
+    completion: str = "completion"
+    label: str = Field("label", description="kto: true for a desirable completion")
+    messages: str = Field("messages", description="sft: a conversation whose last message is trained")
+
+
 class DataConfig(BaseModel):
     """`source`: `task:sums` (or another task, or `task:module:function`), `reasoning_gym:NAME`, a `.jsonl`, `.json` or
     `.parquet` file, or a Hugging Face data set id or folder."""
@@ -36,6 +49,7 @@ class DataConfig(BaseModel):
     )
     limit: int | None = Field(None, gt=0, description="use only the first N training rows")
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    answers: AnswerColumnsConfig = Field(default_factory=AnswerColumnsConfig)
     prompt_template: str | None = Field(
         None, description="str.format over the row's columns, e.g. 'Question: {question}'"
     )

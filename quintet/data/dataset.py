@@ -23,19 +23,22 @@ __all__ = ["SkipReason", "Skipped", "build_prompts", "describe_skipped", "load_r
 _TASK, _REASONING_GYM = "task:", "reasoning_gym:"
 
 
-def load_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def load_rows(
+    config: DataConfig, seed: int, *, key_of: Callable[[list[Row], DataConfig], Callable[[Row], str]] = prompt_key
+) -> tuple[list[Row], list[Row]]:
     """Training rows and held-out rows, in an order that depends on the data and `seed` alone.
 
     Held out is all of `eval_source`, or else `eval_size` rows of `source`; `limit` then cuts the training rows.
+    `key_of` checks the columns of rows and gives rows of equal prompts the same key.
     Raises QuintetError for data that is missing, empty, broken or without a mapped column, for an
     `eval_size` that leaves nothing to train on, and for an option that this kind of source ignores.
     """
     _refuse_idle_options(config)
     rows = _read(config.source, config.split, config.args, seed)
-    key = prompt_key(rows, config)
+    key = key_of(rows, config)
     if config.eval_source is not None:
         held_out = _read(config.eval_source, config.eval_split, config.args, seed)
-        prompt_key(held_out, config)  # for its check of the columns
+        key_of(held_out, config)  # for its check of the columns
     else:
         rows, held_out = _hold_out(rows, config, key)
     return rows[: config.limit], held_out

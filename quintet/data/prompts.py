@@ -59,7 +59,7 @@ def describe_skipped(skipped: Iterable[Skipped], named: int = 5) -> list[str]:
 def prompt_key(rows: list[Row], config: DataConfig) -> Callable[[Row], str]:
     """A function that gives rows of equal prompts the same key. Raises QuintetError when a mapped column is missing."""
     _check_columns(rows, config)
-    return lambda row: json.dumps(_raw_prompt(row, config), ensure_ascii=False, sort_keys=True, default=str)
+    return lambda row: json.dumps(raw_prompt(row, config), ensure_ascii=False, sort_keys=True, default=str)
 
 
 def make_prompts(
@@ -90,7 +90,7 @@ def make_prompts(
 
 
 def _make(row: Row, config: DataConfig, usable_answer: Callable[[str], bool] | None) -> Prompt | Skipped:
-    raw = _raw_prompt(row, config)
+    raw = raw_prompt(row, config)
     if not raw or (isinstance(raw, str) and not raw.strip()):
         return Skipped(row.where, row.number, SkipReason.EMPTY_PROMPT, "the prompt is empty")
     columns = config.columns
@@ -137,7 +137,7 @@ def _template_fields(template: str) -> list[str]:
     return fields
 
 
-def _raw_prompt(row: Row, config: DataConfig) -> str | Messages:
+def raw_prompt(row: Row, config: DataConfig) -> str | Messages:
     """The text or the messages of a row, before any chat template."""
     if config.prompt_template is not None:
         try:

@@ -99,6 +99,33 @@ def sums(
         yield _operation(a, b, a + b, digits, answer_digits, reverse, template)
 
 
+def sums_pairs(
+    *,
+    seed: int,
+    min: int = 0,
+    max: int = 99,
+    count: int | None = None,
+    wrong: int = 1,
+    digits: int = 0,
+    answer_digits: int = 0,
+    reverse: bool = False,
+    template: str = "What is {a} + {b}? Answer with only the number.",
+) -> Iterator[dict[str, Any]]:
+    """Preferences: rows of `sums` with `chosen`, the sum, and `rejected`, a wrong one, in the same writing.
+
+    `wrong` rows per question: about half of the wrong sums have one digit changed, half are another pair's sum.
+    """
+    draw = random.Random(f"rejected/{seed}")
+    for a, b in _pairs(seed, min, max, count):
+        row = _operation(a, b, a + b, digits, answer_digits, reverse, template)
+        for _ in range(wrong):
+            value = draw.randint(2 * min, 2 * max) if draw.random() < 0.5 else a + b
+            if value == a + b:
+                value = _one_digit_off(a + b, draw)
+            other = _operation(a, b, value, digits, answer_digits, reverse, template)
+            yield row | {"chosen": row["answer"], "rejected": other["answer"]}
+
+
 def differences(
     *,
     seed: int,
@@ -197,6 +224,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "copy": copy,
         "reverse": reverse,
         "sort": sort,
+        "sums_pairs": sums_pairs,
     }
 )
 
@@ -213,6 +241,13 @@ def _pairs(seed: int, low: int, high: int, count: int | None) -> Iterator[tuple[
         raise QuintetError(f"data.args: {wanted} pairs are too many to hold. Set count to at most {MAX_ENUMERATED}.")
     for index in random.Random(f"pairs/{seed}").sample(range(total), wanted):
         yield low + index // width, low + index % width
+
+
+def _one_digit_off(value: int, draw: random.Random) -> int:
+    """`value` with one of its decimal digits replaced by another one."""
+    power = 10 ** draw.randrange(len(str(value)))
+    digit = value // power % 10
+    return value + power * ((digit + draw.randint(1, 9)) % 10 - digit)
 
 
 def _operation(

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -76,6 +77,28 @@ def load_model(config: ModelConfig, *, seed: int = 0) -> PreTrainedModel:
         if source.adapter is not None:
             model = _merge_adapter(model, source.adapter)
     return _place(model, device)
+
+
+def load_reward_model(config: ModelConfig) -> PreTrainedModel:
+    """A sequence classifier with one label and a linear `score` on the last token, float32, in evaluation mode.
+
+    Raises QuintetError when the folder holds another kind of model.
+    """
+    source = resolve_source(config)
+    hf_config = _read_config(source, config)
+    kinds = hf_config.architectures or []
+    if hf_config.num_labels != 1 or not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise QuintetError(
+            f"{config.name!r} is no reward model: it is {', '.join(kinds) or 'unnamed'} with {hf_config.num_labels} "
+            "labels, and a sequence classifier with one is wanted"
+        )
+    with quiet_transformers(), _named(config, "model"):
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+            source.path, dtype=torch.float32, **source.hub_kwargs
+        )
+    if "score" not in dict(model.named_children()):
+        raise QuintetError(f"{config.name!r}: {type(model).__name__} has no linear `score` on its last token")
+    return _place(model, resolve_device(config.device))
 
 
 def _place(model: nn.Module, device: torch.device) -> PreTrainedModel:

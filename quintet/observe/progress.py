@@ -36,6 +36,9 @@ EventHandler = Callable[[str, Any], None]
 # label, metric names (the first one present is shown), format
 FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward/mean",), ".3f"),
+    ("loss", ("offline/loss",), ".4f"),
+    ("pair accuracy", ("pairs/accuracy",), ".3f"),
+    ("margin", ("pairs/margin",), ".3f"),
     ("kl", ("kl/ref", "kl/approx"), ".4f"),
     ("length", ("rollout/response_length_mean",), ".1f"),
     ("tokens/s", ("rollout/tokens_per_s",), ",.0f"),
@@ -260,6 +263,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     before, after = summary.get("eval/accuracy_before"), summary.get("eval/accuracy_after")
     if before is not None and after is not None:
         lines.append(f"gain by RL: {100 * (after - before):+.1f} points")
+    for name, label in (("pair_accuracy", "pair accuracy"), ("margin", "margin"), ("loss", "loss")):
+        before, after = summary.get(f"eval/{name}_before"), summary.get(f"eval/{name}_after")
+        if before is not None and after is not None:
+            lines.append(f"held-out {label} ({summary['eval/n']:.0f} rows): {before:.3f} -> {after:.3f}")
     return lines
 
 

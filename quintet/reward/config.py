@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RewardFunctionConfig(BaseModel):
-    """`fn`: a built-in (`number`, `exact`, `format`, ...), `package.module:function` or `path/to/file.py:function`
-    in TRL's or verl's signature."""
+    """`fn`: a built-in (`number`, `exact`, `format`, ...), `model` (a trained reward model, `args: {path: FOLDER}`),
+    `package.module:function` or `path/to/file.py:function` in TRL's or verl's signature."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from quintet.reward.calling import GradingFunction
+from quintet.reward.model import MODEL, ModelGrader
 from quintet.reward.rules import IMPORTS, RULES, needs_pool
 from quintet.types import QuintetError
 
@@ -40,12 +41,19 @@ class FunctionSource:
     @property
     def pooled(self) -> bool:
         """Whether a call may take long, and so belongs into the process pool."""
-        return self.spec not in RULES or needs_pool(self.spec, self.args)
+        return not self.is_model and (self.spec not in RULES or needs_pool(self.spec, self.args))
+
+    @property
+    def is_model(self) -> bool:
+        """A trained reward model: it lives in this process, on a thread of its own."""
+        return self.spec == MODEL
 
     def load(self) -> GradingFunction:
         if self.spec in RULES:
             _import_rule(self.spec)
             return GradingFunction(self.name, RULES[self.spec], self.args, rule=True)
+        if self.is_model:
+            return ModelGrader(self.name, self.args)
         if self.spec is not None:
             return GradingFunction(self.name, load_function(self.spec), self.args)
         try:
@@ -76,7 +84,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     place, colon, name = spec.rpartition(":")
     if not colon:
         near = difflib.get_close_matches(spec, RULES, n=1)
-        hint = f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join(RULES)}; "
+        hint = f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join((*RULES, MODEL))}; "
         raise QuintetError(f"unknown reward function `{spec}`: {hint}{MEND}")
     module = _load_module(place, spec)
     function = getattr(module, name, None)

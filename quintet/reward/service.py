@@ -21,6 +21,7 @@ from quintet.reward.calling import GradingFunction, Signature
 from quintet.reward.config import RewardConfig, RewardFunctionConfig
 from quintet.reward.errors import CallTimeout, FunctionFailed, MissingColumn, RewardError, WorkerDied
 from quintet.reward.loading import FunctionSource, check_rule_args
+from quintet.reward.model import MODEL, check_model_args
 from quintet.reward.pool import ProcessSlot, SlotPool, ThreadSlot
 from quintet.reward.rules import RULES, reference_fault
 from quintet.reward.sample import Sample, Verdict, sample_of
@@ -112,6 +113,9 @@ class LocalRewardService:
         for part in self._parts:
             if part.pool is None and part.source is not None:
                 part.function = part.source.load()
+        for part in self._parts:
+            if part.source is not None and part.source.is_model and part.function is not None:
+                self._place([part], SlotPool([ThreadSlot([part.function])]))
         in_thread = [p for p in self._parts if p.pool is None and (p.source is None or p.source.pooled)]
         if in_thread:
             self._place(in_thread, SlotPool([ThreadSlot([p.function for p in in_thread if p.function is not None])]))
@@ -271,6 +275,8 @@ def _rollout_failure(rollout: Rollout) -> Failure | None:
 def _part_of_config(config: RewardFunctionConfig) -> _Part:
     if config.fn in RULES:
         check_rule_args(config.fn, config.args)
+    if config.fn == MODEL:
+        check_model_args(config.args)
     name = config.name or config.fn.rpartition(":")[2]
     return _Part(name, config.weight, config.truncated, source=FunctionSource(name, config.fn, args=config.args))
 

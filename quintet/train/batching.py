@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from quintet.algorithms.aggregate import Counts
 from quintet.train.forward import Layout
 from quintet.train.packing import TokenSample
@@ -49,21 +52,51 @@ def micro_batches(samples: Sequence[TokenSample], max_tokens: int, layout: Layou
 
     A shared prompt counts once per run; padded rows count with their padding.
     """
+    return unit_batches([[sample] for sample in samples], max_tokens, layout)
+
+
+def unit_batches(units: Sequence[Sequence[TokenSample]], max_tokens: int, layout: Layout) -> list[range]:
+    """As `micro_batches`, over units of samples that must stay together (a pair of answers)."""
     runs: list[range] = []
-    start, tokens, longest, prompts = 0, 0, 0, set[tuple[int, ...]]()
-    for i, sample in enumerate(samples):
-        prompt, body = tuple(sample.prompt_ids), len(sample.response_ids) - 1
-        whole = len(prompt) + body
-        if layout is Layout.PADDED:
-            cost = (i - start + 1) * max(longest, whole)
-        else:
-            cost = tokens + (body if layout is Layout.SHARED and prompt in prompts else whole)
-        if i > start and cost > max_tokens:
+    start, load = 0, _Load(layout)
+    for i, unit in enumerate(units):
+        load.add(unit)
+        if i > start and load.tokens > max_tokens:
             runs.append(range(start, i))
-            start, longest, cost = i, 0, whole
-            prompts.clear()
-        tokens, longest = cost, max(longest, whole)
-        prompts.add(prompt)
-    if samples:
-        runs.append(range(start, len(samples)))
+            start, load = i, _Load(layout)
+            load.add(unit)
+    if units:
+        runs.append(range(start, len(units)))
     return runs
+
+
+class _Load:
+    """Tokens that a forward over the samples added so far takes."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._rows = self._longest = self._packed = 0
+        self._prompts: set[tuple[int, ...]] = set()
+
+    @property
+    def tokens(self) -> int:
+        return self._rows * self._longest if self._layout is Layout.PADDED else self._packed
+
+    def add(self, samples: Iterable[TokenSample]) -> None:
+        for sample in samples:
+            prompt, body = tuple(sample.prompt_ids), len(sample.response_ids) - 1
+            is_shared = self._layout is Layout.SHARED and prompt in self._prompts
+            self._prompts.add(prompt)
+            self._rows += 1
+            self._longest = max(self._longest, len(prompt) + body)
+            self._packed += body if is_shared else len(prompt) + body
+
+
+def right_padded(rows: Sequence[Sequence[float] | None], width: int, what: str) -> Tensor:
+    """Ragged float rows -> [B, width] float32; raises ValueError for a row that is missing."""
+    out = torch.zeros(len(rows), width)
+    for b, row in enumerate(rows):
+        if row is None:
+            raise ValueError(f"an experience has no {what}: prepare and compute_advantage come before update")
+        out[b, : len(row)] = torch.tensor(row, dtype=torch.float32)
+    return out

@@ -3,6 +3,7 @@
     model.safetensors      every parameter and persistent buffer; under LoRA only what is trained
     reference.safetensors  the frozen reference policy, where there is a copy of one
     optimizer.safetensors  moments
+    critic.safetensors     the value model, where there is one, and its moments in critic_optimizer.safetensors
     trainer.json           optimizer steps, random states, digest of the frozen base under LoRA
 
 The folder is written and renamed by the caller; files are flushed to the disk here. A load checks every
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from quintet.train.critic import Critic
 from quintet.train.optimizer import Optimizer
 from quintet.types import QuintetError
 from quintet.weights.digest import digest
@@ -40,6 +42,7 @@ class TrainState:
     model: nn.Module
     optimizer: Optimizer
     reference: nn.Module | None = None  # None: no reference, or LoRA's own base
+    critic: Critic | None = None
 
 
 def save(state: TrainState, folder: str | os.PathLike[str]) -> None:
@@ -50,9 +53,13 @@ def save(state: TrainState, folder: str | os.PathLike[str]) -> None:
     _save_tensors(state.optimizer.state_tensors(), root / "optimizer.safetensors")
     if state.reference is not None:
         _save_tensors(_all_tensors(state.reference), root / "reference.safetensors")
+    if state.critic is not None:
+        _save_tensors(_all_tensors(state.critic.model), root / "critic.safetensors")
+        _save_tensors(state.critic.optimizer.state_tensors(), root / "critic_optimizer.safetensors")
     record = {
         "format": FORMAT,
         "optimizer_steps": state.optimizer.steps,
+        "critic_steps": None if state.critic is None else state.critic.optimizer.steps,
         "base_digest": digest(base) if base else None,
         "random": random_states(),
     }
@@ -73,19 +80,29 @@ def load(state: TrainState, folder: str | os.PathLike[str]) -> None:
     reference = {} if state.reference is None else _all_tensors(state.reference)
     reference_weights = _read_matching(root / "reference.safetensors", reference) if reference else {}
     moments = _read_tensors(root / "optimizer.safetensors")
+    critic = {} if state.critic is None else _all_tensors(state.critic.model)
+    critic_weights = _read_matching(root / "critic.safetensors", critic) if critic else {}
+    critic_moments = _read_tensors(root / "critic_optimizer.safetensors") if critic else {}
     if record["base_digest"] != (digest(base) if base else None):
         raise QuintetError(
             f"checkpoint {root}: its adapters were trained on other base weights\n"
             "set model.name to the model of that run"
         )
-    try:
-        state.optimizer.load_state(moments, record["optimizer_steps"])
-    except (ValueError, KeyError) as error:
-        raise QuintetError(f"checkpoint {root}: optimizer.safetensors is of another model: {error}") from error
-    for targets, sources in ((tensors, weights), (reference, reference_weights)):
+    _load_moments(state.optimizer, moments, record["optimizer_steps"], root / "optimizer.safetensors")
+    if state.critic is not None:
+        path = root / "critic_optimizer.safetensors"
+        _load_moments(state.critic.optimizer, critic_moments, record["critic_steps"], path)
+    for targets, sources in ((tensors, weights), (reference, reference_weights), (critic, critic_weights)):
         for name, target in targets.items():
             target.copy_(sources[name])
     restore_random_states(record["random"])
+
+
+def _load_moments(optimizer: Optimizer, moments: Mapping[str, Tensor], steps: int, path: Path) -> None:
+    try:
+        optimizer.load_state(moments, steps)
+    except (ValueError, KeyError) as error:
+        raise QuintetError(f"checkpoint {path.parent}: {path.name} is of another model: {error}") from error
 
 
 def random_states() -> dict[str, Any]:

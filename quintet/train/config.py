@@ -7,6 +7,19 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+class CriticConfig(BaseModel):
+    """The value model of a preset with a critic (ppo): a copy of the policy's body with a head of one number, trained
+    in full (under LoRA too). Its other options are the policy's; gamma and lam belong to `algorithm.advantage`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lr: float = Field(1e-5, gt=0.0)
+    warmup_steps: int = Field(0, ge=0, description="controller steps at the start that train only the critic")
+    clip: float | None = Field(
+        0.2, gt=0.0, description="a value counts at most this far from the one before the update; null: no clipping"
+    )
+
+
 class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -29,6 +42,7 @@ class TrainConfig(BaseModel):
     shared_prompt: bool = Field(True, description="compute a prompt once for its samples in a micro-batch (exact)")
     head_chunk_tokens: int = Field(1024, gt=0, description="rows of the language-model head computed at once")
     activation_checkpointing: bool = False
+    critic: CriticConfig = Field(default_factory=CriticConfig)
 
     def conflict(self) -> str | None:
         """The first pair of options that contradict each other, with the mend; None when there is none."""
@@ -48,8 +62,21 @@ class TrainConfig(BaseModel):
         return self
 
 
+class OfflineConfig(BaseModel):
+    """The loop of offline presets (dpo, kto, reward_model, sft ...). `steps` are its optimizer steps; optimizer,
+    schedule and memory options are those of `train`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch_size: int = Field(32, gt=0, description="rows (pairs, or single answers) in one optimizer step")
+    max_response_tokens: int = Field(
+        1024, gt=0, description="a row with a longer answer, its end token included, is left out"
+    )
+
+
 class WarmStartConfig(BaseModel):
-    """A supervised stage before RL (`steps` 0: none), on the training prompts and their reference answers."""
+    """A supervised stage before RL (`steps` 0: none), on the training prompts and their reference answers. Before an
+    offline preset: on the chosen (desirable) answers."""
 
     model_config = ConfigDict(extra="forbid")
 

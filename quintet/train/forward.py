@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,15 @@ class PolicyForward:
             logprobs_N, entropy_N, loss, rows = self._loss_tokens(samples, self.layout, self._head_config)
         return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows)
 
+    def hidden_states(self, samples: Sequence[TokenSample]) -> tuple[Tensor, LossRows, int]:
+        """The decoder's last hidden states [N, D] of the rows that predict the N loss tokens, where these are, and
+        the tokens that went through the decoder: for a head that is not the language model's."""
+        enabled = self._dtype == torch.bfloat16
+        inputs, loss = self._laid_out(samples, self.layout)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
+            hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
+        return hidden[loss.source_N], loss, inputs["input_ids"].numel()
+
     def training_mode(self) -> None:
         """LoRA's dropout on, every other dropout off."""
         self.model.eval()
@@ -107,25 +117,25 @@ class PolicyForward:
     def _loss_tokens(
         self, samples: Sequence[TokenSample], layout: Layout, head_config: HeadConfig
     ) -> tuple[Tensor, Tensor, LossRows, int]:
-        inputs: dict[str, object]
-        if layout is Layout.PADDED:
-            padded = pad(samples, device=self.device)
-            loss, ids = padded.loss, padded.input_ids_BL
-            inputs = {"attention_mask": padded.attention_mask_BL, "position_ids": padded.position_ids_BL}
-        else:
-            row = pack(samples, shared_prompt=layout is Layout.SHARED, device=self.device)
-            loss, ids = row.loss, row.input_ids_1T
-            assert self._kernel is not None
-            plan = attention.AttentionPlan(row, self._kernel)
-            inputs = {"position_ids": row.position_ids_1T, "attention_plan": plan}
+        inputs, loss = self._laid_out(samples, layout)
         if self._head is None:
-            logits = self._base(input_ids=ids, use_cache=False, **inputs).logits.flatten(0, 1)
+            logits = self._base(use_cache=False, **inputs).logits.flatten(0, 1)
             values = logprobs_from_logits(logits[loss.source_N], loss.target_N, head_config.temperature)
         else:
-            decoder = self._base.get_decoder()
-            hidden = decoder(input_ids=ids, use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
+            hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
             values = token_logprobs(hidden[loss.source_N], self._head, loss.target_N, head_config)
-        return *values, loss, ids.numel()
+        return *values, loss, inputs["input_ids"].numel()
+
+    def _laid_out(self, samples: Sequence[TokenSample], layout: Layout) -> tuple[dict[str, Any], LossRows]:
+        """Keyword arguments of the decoder, and where the loss tokens are."""
+        if layout is Layout.PADDED:
+            padded = pad(samples, device=self.device)
+            masks = {"attention_mask": padded.attention_mask_BL, "position_ids": padded.position_ids_BL}
+            return {"input_ids": padded.input_ids_BL, **masks}, padded.loss
+        row = pack(samples, shared_prompt=layout is Layout.SHARED, device=self.device)
+        assert self._kernel is not None
+        plan = attention.AttentionPlan(row, self._kernel)
+        return {"input_ids": row.input_ids_1T, "position_ids": row.position_ids_1T, "attention_plan": plan}, row.loss
 
     def _choose(self, wanted: Layout) -> None:
         """Set layout and head: the model's config proposes, a comparison with its plain forward decides."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quintet.algorithms.loss import TokenBatch, policy_objective
 from quintet.algorithms.presets import Algorithm
-from quintet.train.batching import counts, micro_batches, mini_batches, token_sample, trainable
+from quintet.train.batching import counts, micro_batches, mini_batches, right_padded, token_sample, trainable
 from quintet.train.config import TrainConfig
+from quintet.train.critic import Critic
 from quintet.train.forward import PolicyForward, TokenLogprobs
 from quintet.train.metrics import MetricSums
 from quintet.train.optimizer import Optimizer
@@ -28,9 +29,13 @@ class PolicyUpdate:
     algorithm: Algorithm
     config: TrainConfig
     on_span: Callable[[Span], None] = lambda span: None
+    critic: Critic | None = None
 
     def run(self, batch: ExperienceBatch) -> TrainMetrics:
-        """Update the weights: one optimizer step per mini-batch, none for a batch without a trainable sample."""
+        """Update the weights: one optimizer step per mini-batch, none for a batch without a trainable sample.
+
+        A critic takes as many steps of its own, on the same mini-batches; while it warms up the policy takes none.
+        """
         start, sums = time.perf_counter(), MetricSums(self.on_span)
         samples = trainable(batch.experiences)
         tokens = sum(sum(e.loss_mask) for e in samples)
@@ -44,8 +49,16 @@ class PolicyUpdate:
         self.forward.training_mode()
         self.optimizer.zero_grad()  # an update that raised half-way may have left a part of its gradient
         taken = skipped = rows = 0
+        frozen = self.critic is not None and self.critic.warming_up(batch.step)
+        if self.critic is not None:
+            values |= self.critic.describe(samples) | {"critic/warming_up": float(frozen)}
         for epoch in range(self.config.epochs):
             for mini_batch in mini_batches(samples, self.config.mini_batches):
+                if self.critic is not None:
+                    with sums.timed("critic", self.forward.device):
+                        self.critic.step(mini_batch, sums)
+                if frozen:
+                    continue
                 rows += self._gradient(mini_batch, batch.version, sums, first_epoch=epoch == 0, untouched=taken == 0)
                 with sums.timed("optimizer", self.forward.device):
                     result = self.optimizer.step()
@@ -103,16 +116,6 @@ class PolicyUpdate:
             versions_match=column([_matches(e, version) for e in samples], "weight_versions"),
             rewards=torch.tensor([e.reward for e in samples], dtype=torch.float32, device=device),
         )
-
-
-def right_padded(rows: Sequence[Sequence[float] | None], width: int, what: str) -> Tensor:
-    """Ragged float rows -> [B, width] float32; raises ValueError for a row that is missing."""
-    out = torch.zeros(len(rows), width)
-    for b, row in enumerate(rows):
-        if row is None:
-            raise ValueError(f"an experience has no {what}: prepare and compute_advantage come before update")
-        out[b, : len(row)] = torch.tensor(row, dtype=torch.float32)
-    return out
 
 
 def mismatch(trainer_logprobs_BT: Tensor, batch: TokenBatch) -> dict[str, tuple[Tensor, Tensor]]:

@@ -24,9 +24,11 @@ from quintet.models.tokenizer import Tokenizer
 from quintet.train import checkpoint
 from quintet.train.batching import micro_batches, token_sample
 from quintet.train.config import TrainConfig
+from quintet.train.critic import Critic
 from quintet.train.forward import PolicyForward
 from quintet.train.optimizer import Optimizer
 from quintet.train.update import PolicyUpdate
+from quintet.train.value import ValueModel
 from quintet.types import Experience, ExperienceBatch, QuintetError, Span, TrainMetrics, WeightRef
 
 T = TypeVar("T")
@@ -43,9 +45,9 @@ class LocalTrainWorker:
 
     `total_steps` counts controller steps: the schedule runs over total_steps x epochs x mini_batches
     optimizer steps. The frozen reference, where the algorithm needs one, is `ref_model`; without it the
-    base under the adapters (LoRA), or a copy of `model` as it is now. `dtype` bfloat16 means autocast
-    over float32 weights. `on_span` is told of each forward, backward and optimizer step, from the worker's thread.
-    Raises `QuintetError` for options that cannot go together.
+    base under the adapters (LoRA), or a copy of `model` as it is now; a critic, where the algorithm has one, starts
+    from a copy too. `dtype` bfloat16 means autocast over float32 weights. `on_span` is told of each forward, backward
+    and optimizer step, from the worker's thread. Raises `QuintetError` for options that cannot go together.
     """
 
     def __init__(
@@ -82,13 +84,16 @@ class LocalTrainWorker:
         self._algorithm = algorithm
         self._store = store
         self._reference = _reference(model, ref_model, algorithm)
+        value_model = ValueModel(model) if algorithm.needs_values else None  # a copy, before the attention is replaced
         self._forward = self._policy_forward(model, temperature, dtype)
         self._ref_forward = self._forward
         if self._reference is not None:
             self._ref_forward = self._policy_forward(self._reference, temperature, dtype)
-        optimizer = Optimizer(model, config, total_steps * config.epochs * config.mini_batches)
-        self._state = checkpoint.TrainState(model, optimizer, self._reference)
-        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span)
+        optimizer_steps = total_steps * config.epochs * config.mini_batches
+        optimizer = Optimizer(model, config, optimizer_steps)
+        self._critic = None if value_model is None else Critic.of(value_model, config, optimizer_steps, dtype)
+        self._state = checkpoint.TrainState(model, optimizer, self._reference, self._critic)
+        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span, self._critic)
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="train-worker",
@@ -98,7 +103,7 @@ class LocalTrainWorker:
 
     async def prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         """Fill `ref_logprobs` (only when the algorithm needs a reference) and `proximal_logprobs` (only for
-        `old: trainer`) of every scored sample; 0.0 on tokens that are not trained."""
+        `old: trainer`) and `values` (only with a critic) of every scored sample; 0.0 on tokens that are not trained."""
         return await self._in_thread(lambda: self._prepare(batch))
 
     async def logprobs(self, samples: Sequence[Experience]) -> list[list[float]]:
@@ -126,6 +131,8 @@ class LocalTrainWorker:
         await asyncio.to_thread(self._executor.shutdown)
         self._forward.release()
         self._ref_forward.release()
+        if self._critic is not None:
+            self._critic.forward.release()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -148,6 +155,8 @@ class LocalTrainWorker:
         if self._config.old == "trainer":
             for sample, logprobs in zip(scored, self._logprobs(self._forward, scored), strict=True):
                 sample.proximal_logprobs = logprobs
+        if self._critic is not None:
+            self._critic.fill_values(scored, bootstrap=self._algorithm.needs_bootstrap)
         return batch
 
     def _reference_logprobs(self, samples: Sequence[Experience]) -> list[list[float]]:

@@ -15,8 +15,10 @@ from quintet.algorithms.config import AlgorithmConfig
 from quintet.algorithms.presets import resolve
 from quintet.cli.main import app
 from quintet.cluster.build import Base
+from quintet.cluster.check import Checker
 from quintet.cluster.estimate import disk_estimate, fixed_bytes, memory_estimate, parameter_counts, size
 from quintet.config import RunConfig, load_config, save
+from quintet.types import QuintetError
 
 runner = CliRunner()
 
@@ -190,3 +192,16 @@ def _model(config: RunConfig) -> Any:
     from quintet.models.loader import load_model
 
     return load_model(config.model)
+
+
+def test_a_critic_is_counted_in_memory_and_checkpoints_and_offline_presets_are_refused(tmp_path: Path) -> None:
+    config = load_config({**SMALL, "algorithm": {"preset": "ppo"}})
+    parts = memory_estimate(
+        config, resolve(config.algorithm), Base.of(config).hf_config, (10, 10), dtype=torch.float32,
+        prompt_tokens=(4.0, 4),
+    )  # fmt: skip
+    assert parts["critic"] == 16 * 10
+    disk = disk_estimate(config, resolve(config.algorithm), (10, 10))
+    assert disk["checkpoints"] == 2 * 120 * (config.checkpoint.keep_last + 1)
+    with pytest.raises(QuintetError, match="does not look at offline presets"):
+        Checker(RunConfig.model_validate({"algorithm": {"preset": "dpo"}}), tmp_path, lambda line: None)

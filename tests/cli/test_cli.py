@@ -27,6 +27,7 @@ FLAGS = {
     "sft": {"--set", "--out"},
     "eval": {"--set", "--checkpoint"},
     "generate": {"--set", "--checkpoint", "--n", "--json"},
+    "algorithms": {"--json"},
     "report": {"--out"},
     "check": {"--set", "--out"},
     "replay": {"--step", "--inspect", "--json"},
@@ -73,6 +74,25 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 def test_version() -> None:
     assert runner.invoke(app, ["--version"]).output == f"quintet {__version__}\n"
+
+
+def test_algorithms_prints_every_preset_with_paper_and_cells() -> None:
+    from quintet.algorithms.presets import OFFLINE_PRESETS, PRESETS
+
+    shown = runner.invoke(app, ["algorithms"]).output
+    lines = {cells[1]: cells for line in shown.splitlines() if len(cells := [c.strip() for c in line.split("│")]) > 3}
+    assert set(PRESETS) | set(OFFLINE_PRESETS) <= lines.keys()
+    assert lines["dapo"][2:6] == ["arXiv:2503.14476", "grpo", "ppo (eps_high 0.28)", "token-mean"]
+    assert lines["ipo"][2:4] == ["arXiv:2310.12036", "dpo (loss ipo)"]
+
+
+def test_algorithms_as_json_has_every_parameter() -> None:
+    rows = {row["preset"]: row for row in json.loads(runner.invoke(app, ["algorithms", "--json"]).output)}
+    assert rows["grpo"]["advantage"]["params"]["eps"] == 1e-8
+    assert rows["ppo"]["advantage"] == {
+        "name": "gae", "params": {"gamma": 1.0, "lam": 0.95, "whiten": True, "bootstrap": False}
+    }  # fmt: skip
+    assert rows["robust_dpo"]["objective"]["params"]["label_smoothing"] == 0.1
 
 
 def test_config_prints_the_resolved_tree(recipe: Path) -> None:

@@ -119,6 +119,13 @@ def test_equal_reward_groups_are_replaced_until_the_step_is_full() -> None:
     assert all(len(groups) == 4 for _, groups in run.train.trained)
 
 
+def test_a_filter_that_drops_everything_ends_the_run_instead_of_sampling_for_ever() -> None:
+    run = Simulation(steps=3, groups_per_step=4, preset="dapo", prompt_ids=[f"equal{i}" for i in range(64)])
+    with pytest.raises(RunFailed, match=r"41 groups \(equal_rewards\), more than max_refill 10 x 4"):
+        run.run()
+    assert run.metrics == []
+
+
 def test_the_run_ends_by_itself_when_the_data_ends() -> None:
     """BUF04: 10 prompts, 4 a step: two steps, the last two prompts are dropped with that reason."""
     run = Simulation(steps=100, prompt_ids=[f"p{i}" for i in range(10)], epochs=1)

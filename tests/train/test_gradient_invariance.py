@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from quintet.algorithms.config import AlgorithmConfig
 from quintet.algorithms.loss import TokenBatch, policy_objective
 from quintet.algorithms.presets import resolve
-from quintet.train.batching import counts, token_sample
-from quintet.train.update import right_padded
+from quintet.train.batching import counts, right_padded, token_sample
 from quintet.types import Experience, ExperienceBatch
 from tests.train.helpers import experiences, gradients, largest_relative_gap, make_worker, plain_logprobs, tiny_model
 
