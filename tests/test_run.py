@@ -259,3 +259,17 @@ def test_a_run_that_was_refused_may_be_mended_in_the_same_folder(tmp_path: Path)
     with pytest.raises(QuintetError):
         quintet.train(small(steps=1, data={"source": "nowhere.jsonl", "args": {}}), out=tmp_path / "run")
     assert quintet.train(small(steps=1), out=tmp_path / "run").summary["steps"] == 1
+
+
+def test_a_warm_start_ends_early_at_its_loss(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    def watch(kind: str, payload: Any) -> None:
+        if kind == "progress" and payload["stage"] == "warm_start":
+            seen.append(payload["values"])
+
+    config = small(steps=0, warm_start={"steps": 200, "batch_size": 16, "lr": 3e-3, "until_loss": 2.0})
+    quintet.train(config, out=tmp_path / "run", on_event=watch)
+    losses = [values["sft/loss"] for values in seen]
+    assert 5 <= len(losses) < 200
+    assert fmean(losses[-5:]) <= 2.0 < fmean(losses[-6:-1])

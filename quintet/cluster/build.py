@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -120,14 +122,34 @@ def warm_start(
     """Supervised steps on the reference answers, in place. Blocks; meant for a thread."""
     warm = config.warm_start
     use_threads(config)
+    learning = _UntilLoss(warm.until_loss, progress)
     return sft(
         model,
-        supervised_batches(prompts, base.tokenizer, warm.batch_size, config.seed),
+        learning.batches(supervised_batches(prompts, base.tokenizer, warm.batch_size, config.seed)),
         config=warm_start_config(config.train, warm),
         total_steps=warm.steps,
         dtype=base.dtype,
-        progress=progress,
+        progress=learning.note,
     )
+
+
+class _UntilLoss:
+    """Ends a stream of batches once the mean loss of the last few is at most `bound` (None: never)."""
+
+    def __init__(self, bound: float | None, progress: Callable[[int, dict[str, float]], None]) -> None:
+        self._bound = bound
+        self._progress = progress
+        self._losses: deque[float] = deque(maxlen=5)
+
+    def note(self, step: int, values: dict[str, float]) -> None:
+        self._losses.append(values["sft/loss"])
+        self._progress(step, values)
+
+    def batches(self, batches: Iterable[list[Example]]) -> Iterator[list[Example]]:
+        for batch in batches:
+            if self._bound is not None and len(self._losses) == 5 and fmean(self._losses) <= self._bound:
+                return
+            yield batch
 
 
 def supervised_batches(

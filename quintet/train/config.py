@@ -80,7 +80,10 @@ class WarmStartConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, description="optimizer steps at most")
+    until_loss: float | None = Field(
+        None, gt=0.0, description="end earlier, once the mean loss of the last 5 batches is this low; null: all `steps`"
+    )
     batch_size: int = Field(64, gt=0)
     lr: float = Field(1e-3, gt=0.0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
