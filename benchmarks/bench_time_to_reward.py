@@ -59,7 +59,7 @@ def trl_side(config: RunConfig, out: Path) -> Curve:
 
     base = Base.of(config)
     data = load_data(config, base)
-    model = load_policy(config.model, config.seed)
+    model = load_policy(config.model)
     settings = trl_settings(config, out)
     print("TRL settings:", json.dumps(settings, default=str))
     curve: Curve = []

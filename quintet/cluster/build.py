@@ -72,11 +72,11 @@ def load_data(config: RunConfig, base: Base) -> Data:
     return Data(sides[0], sides[1][: config.eval.max_prompts], notes)
 
 
-def load_policy(config: ModelConfig, seed: int, *, start: Path | None = None) -> PreTrainedModel:
+def load_policy(config: ModelConfig, *, start: Path | None = None) -> PreTrainedModel:
     """The starting policy with float32 weights, without adapters; `start` is a folder that replaces `config.name`."""
     if start is not None:
         config = config.model_copy(update={"name": str(start)})
-    return load_model(config, seed=seed)
+    return load_model(config, seed=config.tiny.init_seed)
 
 
 def with_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:

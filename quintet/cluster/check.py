@@ -317,7 +317,7 @@ class Checker:
             self._tell("dry run", "left out: the model does not fit into memory", Verdict.WARNING)
             return
         config, base = self.config, self._base
-        policy = await asyncio.to_thread(load_policy, config.model, config.seed)
+        policy = await asyncio.to_thread(load_policy, config.model)
         worker = rollout_worker(config, base, policy, 0)
         draw = PromptSampler(self._found.train, seed=config.seed, shuffle=config.data.shuffle).draw(0)
         assert draw is not None

@@ -190,7 +190,7 @@ class LocalRun:
         """The policy that RL starts from, and a rollout worker; the warm start happens here, once."""
         config, start = self.config, self.folder.start
         is_warm = (start / "config.json").exists()
-        policy = await asyncio.to_thread(load_policy, config.model, config.seed, start=start if is_warm else None)
+        policy = await asyncio.to_thread(load_policy, config.model, start=start if is_warm else None)
         rollout = rollout_worker(config, base, policy, UNTRAINED)
         if config.warm_start.steps > 0 and not is_warm:
             await self._evaluate("untrained", 0, UNTRAINED, data, rollout, reward)

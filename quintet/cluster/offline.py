@@ -182,7 +182,7 @@ class OfflineRun:
         """The model that the run starts from; the warm start (supervised, on the wanted answers) happens here, once."""
         config, start = self.config, self.folder.start
         is_warm = (start / "config.json").exists()
-        policy = load_policy(config.model, config.seed, start=start if is_warm else None)
+        policy = load_policy(config.model, start=start if is_warm else None)
         if config.warm_start.steps == 0 or is_warm:
             return policy
         self._event("stage", {"name": "warm_start", "total": config.warm_start.steps})

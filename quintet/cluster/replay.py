@@ -141,7 +141,7 @@ def _train_worker(config: RunConfig, base: Base, folder: RunFolder, algorithm: A
     start = folder.start if (folder.start / "config.json").exists() else None
     if config.warm_start.steps > 0 and start is None:
         raise QuintetError(f"{folder.root}: the warm start was not finished; there is no step to replay")
-    policy = load_policy(config.model, config.seed, start=start)
+    policy = load_policy(config.model, start=start)
     return LocalTrainWorker(
         with_adapters(policy, config.model, config.seed),
         tokenizer=base.tokenizer,

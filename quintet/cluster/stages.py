@@ -36,7 +36,7 @@ async def supervised(config: RunConfig, folder: RunFolder, on_event: EventHandle
         raise QuintetError(f"{folder.root} holds a run already: choose another folder with --out")
     base = Base.of(config)
     data = load_data(config, base)
-    model = await asyncio.to_thread(load_policy, config.model, config.seed)
+    model = await asyncio.to_thread(load_policy, config.model)
     sink = JsonlSink(folder.metrics)
     on_event("stage", {"name": "sft", "total": config.warm_start.steps})
 
@@ -127,7 +127,7 @@ async def answers(config: RunConfig, texts: list[str], on_event: EventHandler) -
 
 @asynccontextmanager
 async def _engine(config: RunConfig, base: Base) -> AsyncIterator[RolloutWorker]:
-    model = await asyncio.to_thread(load_policy, config.model, config.seed)
+    model = await asyncio.to_thread(load_policy, config.model)
     rollout = rollout_worker(config, base, model, 0)
     del model
     try:

@@ -19,6 +19,9 @@ class TinyConfig(BaseModel):
     kv_heads: int = Field(2, gt=0)
     max_position: int = Field(256, gt=0, description="longest context in tokens")
     tie_embeddings: bool = True
+    init_seed: int = Field(
+        0, ge=0, description="its first weights; like any other model, it does not change with the run's seed"
+    )
     alphabet: str = Field(
         "0123456789+-*=?. ", min_length=1, description="one token a character, special tokens come extra"
     )
