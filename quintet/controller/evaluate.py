@@ -20,12 +20,11 @@ async def evaluate(
     sampling: SamplingParams,
     version: int,
     *,
-    accuracy_part: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, float], list[Group]]:
     """`accuracy` (mean over prompts of the share of right samples), `pass_at_n`, `reward`, `length`, `n`, `unscored`.
 
-    A sample is right when the part `accuracy_part` (default: the whole reward) is at least 1. Samples that
+    A sample is right when its reward is at least 1. Samples that
     could not be scored leave numerator and denominator. Raises QuintetError when none could be scored.
     """
     groups = [Group(GroupId(p.id, _EVAL_EPOCH), p) for p in prompts]
@@ -37,7 +36,7 @@ async def evaluate(
     finally:
         for unfinished in running:
             unfinished.cancel()
-    verdicts = [v for g in groups if (v := _verdicts(g.scores, accuracy_part))]
+    verdicts = [v for g in groups if (v := _verdicts(g.scores))]
     if not verdicts:
         failure = next((s.failure for g in groups for s in g.scores if s.failure is not None), None)
         raise QuintetError(f"no sample of the evaluation could be scored: {failure}")
@@ -61,6 +60,5 @@ async def _run(
     group.scores = await score_group(reward, group)
 
 
-def _verdicts(scores: list[Score], part: str | None) -> list[float]:
-    values = [s.reward if part is None else s.parts.get(part) for s in scores if s.reward is not None]
-    return [float(v >= 1.0) for v in values if v is not None]
+def _verdicts(scores: list[Score]) -> list[float]:
+    return [float(s.reward >= 1.0) for s in scores if s.reward is not None]
