@@ -1,8 +1,8 @@
 """Every preset on one task from one start: preset x held-out accuracy x seconds.
 
-    python benchmarks/bench_algorithms.py                              # everything; hours on two cores
-    python benchmarks/bench_algorithms.py --presets grpo,ppo --steps 40 --seeds 1
-    python benchmarks/bench_algorithms.py --page docs/which_algorithm.md
+    python benchmarks/algorithms.py                              # everything; hours on two cores
+    python benchmarks/algorithms.py --presets grpo,ppo --steps 40 --seeds 1
+    python benchmarks/algorithms.py --page docs/which_algorithm.md
 
 A tiny model is warm-started once (supervised, recipes/sums_tiny.yaml); each preset then trains from those weights on
 the same questions, with the same number of samples a step and the same learning rate, and is asked 200 questions that
@@ -34,7 +34,7 @@ from quintet.types import QuintetError
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sums_tiny.yaml"
 HEADLINE = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo")
-BEGIN, END = "<!-- table: benchmarks/bench_algorithms.py -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: benchmarks/algorithms.py -->", "<!-- end of table -->"
 PAGE = "# Which algorithm should I use?\n\nMeasured, not believed:\n\n"
 
 # What a preset cannot do without. Everything else is the same for all.

@@ -12,7 +12,7 @@ import pytest
 
 from quintet.types import QuintetError
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "bench_algorithms.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
 SMALL = [
     *("--steps", "2", "--offline-steps", "2", "--groups", "4", "--group-size", "4", "--warm-start-steps", "3"),
     *("--set", "model.tiny.hidden_size=32", "--set", "model.tiny.intermediate_size=64", "--set", "model.tiny.layers=2"),
@@ -22,10 +22,10 @@ SMALL = [
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_algorithms", FILE)
+    spec = importlib.util.spec_from_file_location("algorithms_bench", FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_algorithms", module)
+    monkeypatch.setitem(sys.modules, "algorithms_bench", module)
     spec.loader.exec_module(module)
     return module
 

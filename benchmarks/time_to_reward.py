@@ -1,8 +1,8 @@
 """Seconds until a held-out accuracy, quintet against TRL: same model, data, sizes, learning rate and grader.
 
-    python benchmarks/bench_time_to_reward.py                        # both sides, one after the other (about 30 min)
-    python benchmarks/bench_time_to_reward.py --sides trl --steps 20
-    python benchmarks/bench_time_to_reward.py --quintet-run runs/smollm2   # take quintet's curve from a finished run
+    python benchmarks/time_to_reward.py                        # both sides, one after the other (about 30 min)
+    python benchmarks/time_to_reward.py --sides trl --steps 20
+    python benchmarks/time_to_reward.py --quintet-run runs/smollm2   # take quintet's curve from a finished run
 
 The recipe is recipes/smollm2_sums.yaml. TRL is given its best on a CPU: float32 weights (bf16 autocast where the
 processor has it), activation checkpointing off, the whole step in one generation batch, both threads; its settings
