@@ -3,7 +3,8 @@
 Started by `test_durability.py`; reads one JSON request a line, answers with the child's exit code. The heavy
 imports are paid once. A request: {"folder", "messages", "config", "at": [function, call, "before" | "after"] | null,
 "act": what then happens}. `kill` is SIGKILL to itself, so that nothing is flushed, closed or told; `interrupt` is
-Ctrl-C, `interrupt twice` two of them, `fill disk` a file that takes all room left beside the run.
+Ctrl-C, `terminate` SIGTERM, `interrupt twice` two Ctrl-C in the middle of a computation that takes a minute more,
+`fill disk` a file that takes all room left beside the run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,9 +63,15 @@ def interrupt() -> None:
     threading.Event().wait(0.05)  # the main thread notices between two instructions of its own
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(0.05)
+
+
 def interrupt_twice() -> None:
     interrupt()
     interrupt()
+    time.sleep(60)
 
 
 def fill_disk(folder: Path) -> None:
@@ -82,6 +90,7 @@ def child(request: dict[str, Any]) -> int:
     acts: dict[str, Callable[[], None]] = {
         "kill": kill,
         "interrupt": interrupt,
+        "terminate": terminate,
         "interrupt twice": interrupt_twice,
         "fill disk": functools.partial(fill_disk, Path(request["folder"]).parent),
     }
@@ -90,19 +99,29 @@ def child(request: dict[str, Any]) -> int:
         armed(target, call, when, acts[request["act"]])
     messages: list[str] = []
 
+    def tell() -> None:
+        Path(request["messages"]).write_text("\n".join(messages))
+
     def note(kind: str, payload: Any) -> None:
         if kind == "message":
             messages.append(payload["text"])
 
     try:
-        quintet.train(request["config"], reward=low_digits, out=request["folder"], on_event=note, handle_signals=True)
+        quintet.train(
+            request["config"],
+            reward=low_digits,
+            out=request["folder"],
+            on_event=note,
+            handle_signals=True,
+            on_abort=tell,
+        )
     except KeyboardInterrupt:
         return 130
     except QuintetError as error:
         messages.append(str(error))
         return 2
     finally:
-        Path(request["messages"]).write_text("\n".join(messages))
+        tell()
     return 0
 
 

@@ -13,6 +13,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -322,15 +323,58 @@ def test_a_run_whose_disk_fills_says_so_and_goes_on_when_there_is_room(
 # -- stopping, going on, forking -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("act", "steps"), [("interrupt", 5), ("interrupt twice", 3)])
-def test_ctrl_c_stops_after_the_step_or_at_once_and_the_run_goes_on(
-    runs: Runs, straight: Path, tmp_path: Path, act: str, steps: int
+# (what is going on, the signal, when it comes, the newest checkpoint afterwards): of the step before while no weight has
+# changed, else of the step itself
+STOPS: list[tuple[str, str, tuple[str, int, str], int]] = [
+    ("generation", "interrupt", ("quintet.rollout.engine.engine:Engine.step", 20, "before"), 4),
+    ("the first mini-batch", "interrupt", ("torch:Tensor.backward", 12, "before"), 4),
+    ("a checkpoint being written", "terminate", ("quintet.train.checkpoint:_save_tensors", 4, "after"), 6),
+    (
+        "evaluation before the first step",
+        "interrupt",
+        ("quintet.reward.service:LocalRewardService._grade", 15, "before"),
+        0,
+    ),
+    ("scoring", "terminate", ("quintet.reward.service:LocalRewardService._grade", 30, "before"), 3),
+    ("a batch being assigned", "interrupt", ("quintet.buffer.journal:SqliteJournal.assign", 5, "after"), 4),
+    ("the second mini-batch", "terminate", ("torch:Tensor.backward", 13, "before"), 5),
+    ("an optimizer step", "interrupt", ("quintet.train.optimizer:Optimizer.step", 12, "before"), 5),
+]
+STOP_CASES = [pytest.param(*stop, id=stop[0], marks=[pytest.mark.heavy] * (n > 2)) for n, stop in enumerate(STOPS)]
+
+
+@pytest.mark.parametrize(("what", "act", "at", "steps"), STOP_CASES)
+def test_the_first_signal_ends_the_run_with_a_checkpoint_and_a_report(
+    runs: Runs, straight: Path, tmp_path: Path, what: str, act: str, at: tuple[str, int, str], steps: int
 ) -> None:
     folder = tmp_path / "run"
-    assert runs(folder, with_eta(0), ("quintet.train.optimizer:Optimizer.step", 12, "before"), act) == 130
+    assert runs(folder, with_eta(0), at, act) == 130
     assert "press Ctrl-C again to stop at once" in runs.said()
     assert max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")) == steps
-    assert runs(folder, with_eta(0)) == 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == steps
+    assert f"not finished: {steps} of {STEPS} steps" in (folder / "report.html").read_text()
+    assert runs(folder, with_eta(0)) == 0, runs.said()
+    check_accounting(folder)
+    assert final_digest(folder) == final_digest(straight)
+    assert history(folder) == history(straight)
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("torch:Tensor.backward", 13),
+        pytest.param("quintet.rollout.engine.engine:Engine.step", 20, marks=pytest.mark.heavy),
+        pytest.param("quintet.train.checkpoint:_save_tensors", 4, marks=pytest.mark.heavy),
+    ],
+)
+def test_a_second_ctrl_c_ends_the_process_at_once_and_loses_nothing(
+    runs: Runs, straight: Path, tmp_path: Path, function: str, call: int
+) -> None:
+    folder = tmp_path / "run"
+    began = time.monotonic()
+    assert runs(folder, with_eta(0), (function, call, "before"), "interrupt twice") == 130
+    assert time.monotonic() - began < 30, "it waited for what was being computed"
+    assert runs(folder, with_eta(0)) == 0, runs.said()
     check_accounting(folder)
     assert final_digest(folder) == final_digest(straight)
 

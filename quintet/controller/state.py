@@ -7,6 +7,7 @@ to `step-N/`: a folder without the suffix and with a matching manifest is whole,
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -69,7 +70,7 @@ async def write_checkpoint(
     try:
         partial.mkdir()
         await save_trainer(str(partial))
-        _seal(partial, {"controller.json": state, **(extra or {})})
+        await asyncio.to_thread(_seal, partial, {"controller.json": state, **(extra or {})})
         partial.rename(final)
         _fsync(root)
     except Exception as error:
