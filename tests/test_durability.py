@@ -323,19 +323,15 @@ def test_a_run_whose_disk_fills_says_so_and_goes_on_when_there_is_room(
 # -- stopping, going on, forking -----------------------------------------------------------------------
 
 
-# (what is going on, the signal, when it comes, the newest checkpoint afterwards): of the step before while no weight has
-# changed, else of the step itself
+GRADE = "quintet.reward.service:LocalRewardService._grade"
+# (what is going on, the signal, when it comes, the newest checkpoint afterwards): it is of the step before while no
+# weight has changed, else of the step itself
 STOPS: list[tuple[str, str, tuple[str, int, str], int]] = [
     ("generation", "interrupt", ("quintet.rollout.engine.engine:Engine.step", 20, "before"), 4),
     ("the first mini-batch", "interrupt", ("torch:Tensor.backward", 12, "before"), 4),
     ("a checkpoint being written", "terminate", ("quintet.train.checkpoint:_save_tensors", 4, "after"), 6),
-    (
-        "evaluation before the first step",
-        "interrupt",
-        ("quintet.reward.service:LocalRewardService._grade", 15, "before"),
-        0,
-    ),
-    ("scoring", "terminate", ("quintet.reward.service:LocalRewardService._grade", 30, "before"), 3),
+    ("evaluation before the first step", "interrupt", (GRADE, 15, "before"), 0),
+    ("scoring", "terminate", (GRADE, 30, "before"), 3),
     ("a batch being assigned", "interrupt", ("quintet.buffer.journal:SqliteJournal.assign", 5, "after"), 4),
     ("the second mini-batch", "terminate", ("torch:Tensor.backward", 13, "before"), 5),
     ("an optimizer step", "interrupt", ("quintet.train.optimizer:Optimizer.step", 12, "before"), 5),

@@ -113,7 +113,10 @@ def is_best(root: Path, accuracy: float) -> bool:
 
 def read_best(root: Path) -> Best | None:
     path = root / BEST
-    return msgspec.json.decode(path.read_bytes(), type=Best) if path.exists() else None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Best) if path.exists() else None
+    except msgspec.DecodeError as error:
+        raise QuintetError(f"{path} is damaged ({error}): delete it, and the next evaluation is the best") from None
 
 
 def mark_best(root: Path, step: int, accuracy: float, *, keep_last: int) -> None:
