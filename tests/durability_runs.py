@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,38 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+class Runs:
+    """The process that starts runs in children; `codes` are exit codes, -9 for SIGKILL."""
+
+    def __init__(self, messages: Path) -> None:
+        self._messages = messages
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.durability_runs"],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self, folder: Path, config: dict[str, Any], at: tuple[str, int, str] | None = None, act: str = "kill"
+    ) -> int:
+        request = {"folder": str(folder), "messages": str(self._messages), "config": config, "at": at, "act": act}
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def said(self) -> str:
+        """Every message of the run before."""
+        return self._messages.read_text()
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
 
 def low_digits(completions: list[str], **columns: Any) -> list[float]:

@@ -13,7 +13,6 @@ import random
 import shutil
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,10 +31,9 @@ from quintet.cluster.folder import RunFolder
 from quintet.cluster.replay import replay
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
-from tests.durability_runs import low_digits
+from tests.durability_runs import Runs, low_digits
 from tests.small_recipe import TINY_MODEL
 
-ROOT = Path(__file__).parents[1]
 STEPS, GROUPS, SAMPLES = 12, 4, 4
 
 CONFIG: dict[str, Any] = {
@@ -77,38 +75,6 @@ MOMENTS: list[tuple[str, str, int, str]] = [
 ]
 QUICK = ("generation later on", "after ASSIGNED", "between optimizer steps", "checkpoint half written", "final export")
 ETA_2 = MOMENTS[2:18:2] + MOMENTS[19:21]
-
-
-class Runs:
-    """The process that starts runs in children; `codes` are exit codes, -9 for SIGKILL."""
-
-    def __init__(self, messages: Path) -> None:
-        self._messages = messages
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.durability_runs"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(
-        self, folder: Path, config: dict[str, Any], at: tuple[str, int, str] | None = None, act: str = "kill"
-    ) -> int:
-        request = {"folder": str(folder), "messages": str(self._messages), "config": config, "at": at, "act": act}
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
-
-    def said(self) -> str:
-        """Every message of the run before."""
-        return self._messages.read_text()
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
 
 
 @pytest.fixture(scope="module")

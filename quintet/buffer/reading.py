@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -55,7 +55,7 @@ class JournalReader:
             ) from None
         return reader
 
-    def __enter__(self) -> JournalReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
