@@ -18,6 +18,10 @@ class QuintetError(Exception):
     """A user's mistake, said in one to three lines: what, where, how to mend. The CLI exits with code 2."""
 
 
+class StepAbandoned(Exception):
+    """The run is to stop, and the step in progress has not changed a weight: a resumed run does it again, whole."""
+
+
 class FailureKind(StrEnum):
     """Where something that is *not* the policy's doing went wrong."""
 

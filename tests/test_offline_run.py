@@ -13,12 +13,13 @@ import quintet
 from quintet.config import load_config
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
+from tests.small_recipe import TINY_MODEL
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "max_position": 32}
+TINY = TINY_MODEL["tiny"]
 PAIRS: dict[str, Any] = {
     "name": "pairs",
     "steps": 4,
-    "model": {"name": "builtin:tiny", "tiny": TINY},
+    "model": TINY_MODEL,
     "data": {"source": "task:sums_pairs", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20},
     "offline": {"batch_size": 8},
     "train": {"lr": 1e-3},

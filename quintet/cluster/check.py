@@ -134,10 +134,10 @@ class Checker:
             reason = error.strerror or str(error)
             self._tell("folder", f"{self.folder} cannot be written ({above}: {reason})", Verdict.PROBLEM)
             return
-        existing = RunFolder(self.folder).config
-        if not existing.exists():
+        existing = RunFolder(self.folder)
+        if not existing.holds_run():
             self._tell("folder", f"{self.folder} can be written")
-        elif changed := diff(load_config(existing), self.config):
+        elif changed := diff(load_config(existing.config), self.config):
             text = f"{self.folder} holds a run that differs in {', '.join(changed)}: choose another with --out"
             self._tell("folder", text, Verdict.WARNING if changed == ["steps"] else Verdict.PROBLEM)
         else:

@@ -29,7 +29,7 @@ from quintet.train.forward import PolicyForward
 from quintet.train.optimizer import Optimizer
 from quintet.train.update import PolicyUpdate
 from quintet.train.value import ValueModel
-from quintet.types import Experience, ExperienceBatch, QuintetError, Span, TrainMetrics, WeightRef
+from quintet.types import Experience, ExperienceBatch, QuintetError, Span, StepAbandoned, TrainMetrics, WeightRef
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class LocalTrainWorker:
     optimizer steps. The frozen reference, where the algorithm needs one, is `ref_model`; without it the
     base under the adapters (LoRA), or a copy of `model` as it is now; a critic, where the algorithm has one, starts
     from a copy too. `dtype` bfloat16 means autocast over float32 weights. `on_span` is told of each forward, backward
-    and optimizer step, from the worker's thread. Raises `QuintetError` for options that cannot go together.
+    and optimizer step, from the worker's thread. Once `stopping()` is true, work that has changed no weight yet ends
+    after the micro-batch in progress, with StepAbandoned. Raises `QuintetError` for options that cannot go together.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class LocalTrainWorker:
         ref_model: nn.Module | None = None,
         seed: int = 0,
         on_span: Callable[[Span], None] = lambda span: None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         if (message := config.conflict()) is not None:
             raise QuintetError(message)
@@ -93,7 +95,8 @@ class LocalTrainWorker:
         optimizer = Optimizer(model, config, optimizer_steps)
         self._critic = None if value_model is None else Critic.of(value_model, config, optimizer_steps, dtype)
         self._state = checkpoint.TrainState(model, optimizer, self._reference, self._critic)
-        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span, self._critic)
+        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span, self._critic, stopping)
+        self._stopping = stopping
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="train-worker",
@@ -175,6 +178,8 @@ class LocalTrainWorker:
         wanted = [i for i, e in enumerate(samples) if any(e.loss_mask)]
         inputs = [token_sample(samples[i]) for i in wanted]
         for run in micro_batches(inputs, self._config.micro_batch_tokens, forward.layout):
+            if self._stopping():
+                raise StepAbandoned
             rows = forward(inputs[run.start : run.stop]).logprobs_BT.tolist()
             for n, row in zip(run, rows, strict=True):
                 out[wanted[n]] = row[: len(inputs[n].response_ids)]

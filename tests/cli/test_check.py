@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,16 @@ from typer.testing import CliRunner
 
 from quintet.algorithms.config import AlgorithmConfig
 from quintet.algorithms.presets import resolve
+from quintet.buffer.journal import SqliteJournal
 from quintet.cli.main import app
 from quintet.cluster.build import Base
 from quintet.cluster.check import Checker
 from quintet.cluster.estimate import disk_estimate, fixed_bytes, memory_estimate, parameter_counts, size
 from quintet.config import RunConfig, load_config, save
 from quintet.types import QuintetError
+from tests.small_recipe import SMALL, small
 
 runner = CliRunner()
-
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "steps": 5,
-    "model": {
-        "name": "builtin:tiny",
-        "tiny": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "max_position": 32,
-        },
-    },
-    "data": {"source": "task:sums", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20},
-    "rollout": {"groups_per_step": 4, "group_size": 4, "max_tokens": 3},
-    "reward": {"functions": [{"fn": "exact"}]},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +33,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(*overrides: str, **sections: Any) -> tuple[int, str]:
     """Exit code, and what was printed with its line breaks undone."""
-    tree = {**SMALL, **{k: {**SMALL.get(k, {}), **v} for k, v in sections.items()}}
-    Path("recipe.yaml").write_text(yaml.safe_dump(tree))
+    Path("recipe.yaml").write_text(yaml.safe_dump(small(**sections)))
     result = runner.invoke(app, ["check", "recipe.yaml", *(w for text in overrides for w in ("--set", text))])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, " ".join(result.stdout.split())
@@ -129,6 +112,22 @@ def test_the_run_of_another_recipe_in_the_folder_is_a_problem_and_its_own_is_not
     code, text = checked()
     assert code == 2 and "holds a run that differs in seed" in text
     assert checked("seed=7")[0] == 0
+
+
+def test_a_folder_of_something_else_or_of_another_version_is_a_problem() -> None:
+    Path("runs/small").mkdir(parents=True)
+    Path("runs/small/thesis.tex").write_text("mine")
+    code, text = checked()
+    assert code == 2 and "problem folder runs/small is not empty and holds no run" in text
+    save(load_config(SMALL), "runs/small/config.yaml")
+    SqliteJournal(Path("runs/small/journal.sqlite")).close()
+    assert checked()[0] == 0
+    db = sqlite3.connect("runs/small/journal.sqlite")
+    db.execute("UPDATE meta SET value='1' WHERE key='schema_version'")
+    db.commit()
+    db.close()
+    code, text = checked()
+    assert code == 2 and "journal schema 1, this program reads" in text
 
 
 def test_data_that_ends_before_the_steps_do_is_pointed_out() -> None:
