@@ -77,7 +77,8 @@ def _kv_bytes(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rollout = config.rollout
-    running = min(rollout.max_running, rollout.groups_per_step * rollout.group_size * (1 + algorithm.max_staleness))
+    per_step = rollout.groups_per_step * algorithm.rollouts_per_group(rollout.group_size)
+    running = min(rollout.max_running, per_step * (1 + algorithm.max_staleness))
     tokens = running * rollout.max_tokens + -(-running // rollout.group_size) * longest_prompt
     if rollout.kv_pages is not None:
         tokens = min(tokens, rollout.kv_pages * rollout.page_size)
@@ -108,7 +109,8 @@ def disk_estimate(config: RunConfig, algorithm: Algorithm, counts: tuple[int, in
     if algorithm.needs_values:
         checkpoint += (_FLOAT32 + _ADAMW) * every
     kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is being written
-    samples = config.steps * config.rollout.groups_per_step * config.rollout.group_size
+    rollouts = algorithm.rollouts_per_group(config.rollout.group_size)
+    samples = config.steps * config.rollout.groups_per_step * rollouts
     return {
         "checkpoints": checkpoint * kept,
         "final and starting model": _FLOAT32 * every * (2 if config.warm_start.steps else 1),

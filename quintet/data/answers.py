@@ -123,8 +123,8 @@ def _encode(row: Row, parts: _Parts, config: DataConfig, encoder: AnswerEncoder)
 
     if not parts.prompt:
         return [skip(SkipReason.EMPTY_PROMPT, "the prompt is empty")]
-    if not all(text.strip() for text in parts.answers):
-        return [skip(SkipReason.NO_ANSWER, "an answer is empty")]
+    if not parts.answers[0].strip():  # a rejected one may be: saying nothing is an answer that can lose
+        return [skip(SkipReason.NO_ANSWER, "the answer is empty")]
     if len(parts.answers) == 2 and parts.answers[0] == parts.answers[1]:
         return [skip(SkipReason.UNUSABLE_ANSWER, "chosen and rejected answer are the same")]
     notes: list[Answered | Skipped] = []
