@@ -115,7 +115,7 @@ def sums_pairs(
     """Preferences: rows of `sums` with `chosen`, the sum, and `rejected`, a wrong one, in the same writing.
 
     `wrong` rows per question: about half of the wrong sums have one digit changed, half are another pair's sum. A share
-    `malformed` of the rejected answers are no sum at all but a text cut short (down to nothing) or run on: what a
+    `malformed` of the rejected answers are no sum at all but one cut short or run on: what a
     policy finds that is trained against a reward model which has seen well-written answers only.
     """
     if not 0.0 <= malformed <= 1.0:
@@ -259,8 +259,8 @@ def _one_digit_off(value: int, draw: random.Random) -> int:
 
 def _malformed(answer: str, draw: random.Random) -> str:
     """`answer` cut short, or with up to as many digits after it."""
-    if draw.random() < 0.5:
-        return answer[: draw.randrange(len(answer))]
+    if len(answer) > 1 and draw.random() < 0.5:
+        return answer[: draw.randrange(1, len(answer))]
     return answer + "".join(draw.choices(string.digits, k=draw.randint(1, len(answer))))
 
 
