@@ -256,7 +256,8 @@ class LocalRun:
 
     @contextlib.asynccontextmanager
     async def _reward_service(self) -> AsyncIterator[LocalRewardService]:
-        samples = self.config.rollout.groups_per_step * self.config.rollout.group_size
+        rollout = self.config.rollout
+        samples = rollout.groups_per_step * self._algorithm.rollouts_per_group(rollout.group_size)
         service = LocalRewardService(self.config.reward, functions=self._reward_functions, samples_per_step=samples)
         try:
             await asyncio.to_thread(service.start)

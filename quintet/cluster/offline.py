@@ -17,19 +17,26 @@ import torch
 from transformers import PreTrainedModel
 
 from quintet.algorithms.offline import OfflineAlgorithm, resolve_offline
+from quintet.cluster.answered import load_answered
 from quintet.cluster.build import Base, epochs_of, load_policy, with_adapters
 from quintet.cluster.folder import RunFolder
 from quintet.cluster.logbook import Logbook
 from quintet.cluster.stages import EventHandler
 from quintet.cluster.stopping import StopFlag, Stopped
 from quintet.config import RunConfig
-from quintet.controller.state import ControllerState, newest_checkpoint, read_state, write_checkpoint
-from quintet.data.answers import Answered, AnswerEncoder, BatchSampler, Form, answer_key, build_answered, find_form
-from quintet.data.dataset import describe_skipped, load_rows
+from quintet.controller.state import (
+    ControllerState,
+    forget_best_after,
+    is_best,
+    mark_best,
+    newest_checkpoint,
+    read_state,
+    write_checkpoint,
+)
+from quintet.data.answers import Answered, BatchSampler
 from quintet.models.export import save_hf_folder, save_reward_folder
-from quintet.models.tokenizer import PromptEncoder
 from quintet.train.offline import Example, OfflineTrainer, sft, warm_start_config
-from quintet.train.value import ValueModel
+from quintet.train.value import ValueModel, plain_copy
 from quintet.types import MetricSink, StepMetrics
 
 T = TypeVar("T")
@@ -122,6 +129,15 @@ class OfflineRun:
 
             await write_checkpoint(self.folder.checkpoints, state, save_trainer, keep_last=config.checkpoint.keep_last)
 
+        async def note(values: dict[str, float] | None) -> None:
+            """With `checkpoint.keep_best`, keep the weights of the best evaluation so far."""
+            if not config.checkpoint.keep_best or values is None:
+                return
+            root, worth = self.folder.checkpoints, values.get("eval/pair_accuracy", -values["eval/loss"])
+            if is_best(root, worth):
+                await save()
+                mark_best(root, state.step, worth, keep_last=config.checkpoint.keep_last)
+
         if state.step == 0 and "eval/loss_before" not in self._log.evals:
             await self._evaluate(trainer, held_out, "before", 0)
         self._event("stage", {"name": "train", "total": config.steps})
@@ -132,42 +148,18 @@ class OfflineRun:
             self._log.step(StepMetrics(state.step, 0, values | {"time/step_s": time.monotonic() - started}))
             last = state.step == config.steps
             if config.eval.every and state.step % config.eval.every == 0 and not last:
-                await self._evaluate(trainer, held_out, "during", state.step)
+                await note(await self._evaluate(trainer, held_out, "during", state.step))
                 self._event("stage", {"name": "train", "total": config.steps})
             if config.checkpoint.every and state.step % config.checkpoint.every == 0 and not last:
                 await save()
         await save()
         if not self._stop.is_set:
-            await self._evaluate(trainer, held_out, "after", state.step)
+            await note(await self._evaluate(trainer, held_out, "after", state.step))
 
     # -- parts -----------------------------------------------------------------------------------
 
     def _load_data(self, base: Base) -> tuple[list[Answered], list[Answered]]:
-        config, algorithm = self.config, self._algorithm
-        wanted = [Form.PAIR] if algorithm.needs_pairs else [Form.LABEL, Form.PAIR]
-        if algorithm.objective.name == "likelihood":
-            wanted = [Form.SUPERVISED, Form.PAIR]
-        tokenizer = base.tokenizer
-        encoder = AnswerEncoder(
-            prompt=PromptEncoder(tokenizer, config.model),
-            answer=lambda text: [*tokenizer.encode(text), tokenizer.eos_ids[0]],
-            max_response_tokens=config.offline.max_response_tokens,
-            context_tokens=base.hf_config.get_text_config().max_position_embeddings,
-        )
-        form = Form.PAIR
-        sides: list[list[Answered]] = []
-
-        def key_of(rows: Any, data: Any) -> Any:
-            nonlocal form
-            form = find_form(rows, data, wanted)
-            return answer_key(form)(rows, data)
-
-        for rows in load_rows(config.data, config.seed, key_of=key_of):
-            answered, skipped = build_answered(rows, config.data, form, encoder)
-            for note in describe_skipped(skipped):
-                self._log.message("warning", note)
-            sides.append(answered)
-        return sides[0], sides[1][: config.eval.max_prompts]
+        return load_answered(self.config, self._algorithm, base, lambda note: self._log.message("warning", note))
 
     def _starting_policy(self, base: Base, rows: list[Answered]) -> PreTrainedModel:
         """The model that the run starts from; the warm start (supervised, on the wanted answers) happens here, once."""
@@ -187,7 +179,7 @@ class OfflineRun:
 
     def _export(self, trainer: OfflineTrainer, base: Base) -> None:
         if isinstance(trainer.model, ValueModel):
-            save_reward_folder(trainer.model.body, trainer.model.head, base.tokenizer, self.folder.final)
+            save_reward_folder(plain_copy(trainer.model.body), trainer.model.head, base.tokenizer, self.folder.final)
         else:
             save_hf_folder(trainer.model, base.tokenizer, self.folder.final)
 
@@ -198,18 +190,23 @@ class OfflineRun:
         for complaint in complaints:
             self._log.message("warning", complaint)
         state = ControllerState() if checkpoint is None else read_state(checkpoint)
+        forget_best_after(self.folder.checkpoints, state.step)
         self._log.message("info", f"resuming {self.folder.root} after step {state.step}")
         return checkpoint, state
 
     # -- reporting -------------------------------------------------------------------------------
 
-    async def _evaluate(self, trainer: OfflineTrainer, held_out: list[Answered], when: str, step: int) -> None:
+    async def _evaluate(
+        self, trainer: OfflineTrainer, held_out: list[Answered], when: str, step: int
+    ) -> dict[str, float] | None:
+        """The values of `OfflineTrainer.evaluate`; None when nothing is held out."""
         if not held_out:
-            return
+            return None
         self._event("stage", {"name": "eval", "total": len(held_out)})
         values = await self._in_thread(trainer.evaluate, held_out)
         kept = {"eval/n": values["eval/n"]} | {f"{name}_{when}": values[name] for name in KEPT if name in values}
         self._log.evaluated(when, step, values, kept)
+        return values
 
     def _warm_start_progress(self, step: int, values: dict[str, float]) -> None:
         if self._stop.is_set:

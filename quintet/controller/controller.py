@@ -309,9 +309,9 @@ class Controller:
         """One group from wherever it stands to READY, or to DROPPED."""
         if group.state is GroupState.ADMITTED:
             group.rollouts = await self._generate(group)
-            failures = [r.failure for r in group.rollouts]
-            if all(failures):
-                await self._drop_failed(group, failures[0])
+            failure = _failure_of(group)
+            if failure is not None:
+                await self._drop_failed(group, failure)
                 return
             await self.buffer.advance(group, GroupState.GENERATED)
         if group.state is GroupState.GENERATED:
@@ -329,9 +329,8 @@ class Controller:
 
     async def _generate(self, group: Group) -> list[Rollout]:
         started = self.clock.now()
-        work = self.rollout.generate([group], self.settings.sampling, self.state.version)
         try:
-            rollouts = await asyncio.wait_for(work, self.settings.group_timeout_s)
+            rollouts = await asyncio.wait_for(self._ask(group), self.settings.group_timeout_s)
         except TimeoutError:
             await self.rollout.abort([group.group_id])
             message = f"group {group.group_id} took longer than {self.settings.group_timeout_s} s"
@@ -343,14 +342,23 @@ class Controller:
             rollout.timing |= {"start_s": span.start, "end_s": span.end}
         return rollouts
 
+    async def _ask(self, group: Group) -> list[Rollout]:
+        """The group's samples and, where the advantage needs it, the greedy answer after them."""
+        sampling, version = self.settings.sampling, self.state.version
+        kinds = [sampling, sampling.greedy()] if self.algorithm.needs_greedy else [sampling]
+        samples, *greedy = await asyncio.gather(*(self.rollout.generate([group], kind, version) for kind in kinds))
+        for (answer,) in greedy:
+            answer.greedy, answer.sample_index = True, sampling.n
+            samples.append(answer)
+        return samples
+
     async def _score(self, group: Group) -> list[Score]:
         started = self.clock.now()
         scores = await score_group(self.reward, group)
         self._on_span(Span("reward", str(group.group_id), started, self.clock.now()))
         return scores
 
-    async def _drop_failed(self, group: Group, failure: Failure | None) -> None:
-        assert failure is not None
+    async def _drop_failed(self, group: Group, failure: Failure) -> None:
         logger.warning("group %s failed: %s: %s", group.group_id, failure.kind.value, failure.message)
         attempts = group.group_id.attempt + 1
         if failure.retryable and attempts >= self.settings.max_attempts:
@@ -406,6 +414,13 @@ class Controller:
         result = await work
         self._on_span(Span(lane, name, started, self.clock.now()))
         return result
+
+
+def _failure_of(group: Group) -> Failure | None:
+    """Why nothing of the group can be trained on: all samples failed, or the greedy answer that they need did."""
+    samples = [r.failure for r in group.samples]
+    greedy = next((r.failure for r in group.rollouts if r.greedy), None)
+    return samples[0] if all(samples) else greedy
 
 
 def _failed_rollout(group: Group, index: int, failure: Failure) -> Rollout:

@@ -72,6 +72,9 @@ class OfflineConfig(BaseModel):
     max_response_tokens: int = Field(
         1024, gt=0, description="a row with a longer answer, its end token included, is left out"
     )
+    train_on: Literal["last", "all"] = Field(
+        "last", description="sft on messages: the last assistant message, or all of them (in one sequence)"
+    )
 
 
 class WarmStartConfig(BaseModel):

@@ -15,10 +15,13 @@ from quintet.train.batching import counts, micro_batches, mini_batches, right_pa
 from quintet.train.checkpoint import random_states, restore_random_states
 from quintet.train.config import TrainConfig
 from quintet.train.critic import Critic
-from quintet.train.forward import PolicyForward, TokenLogprobs
+from quintet.train.forward import PolicyForward, ReferenceRows, TokenLogprobs
 from quintet.train.metrics import MetricSums
 from quintet.train.optimizer import Optimizer
+from quintet.train.packing import TokenSample
 from quintet.types import Experience, ExperienceBatch, Span, StepAbandoned, TrainMetrics, expand_versions
+
+ReferenceRun = Callable[[Sequence[TokenSample]], ReferenceRows]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class PolicyUpdate:
     on_span: Callable[[Span], None] = lambda span: None
     critic: Critic | None = None
     stopping: Callable[[], bool] = lambda: False
+    reference: ReferenceRun | None = None  # for a KL of whole distributions in the loss
 
     def run(self, batch: ExperienceBatch) -> TrainMetrics:
         """Update the weights: one optimizer step per mini-batch, none for a batch without a trainable sample.
@@ -52,6 +56,7 @@ class PolicyUpdate:
             raise
 
     def _run(self, batch: ExperienceBatch) -> TrainMetrics:
+        algorithm = self.algorithm.with_kl_coef(batch.kl_coef)
         start, sums = time.perf_counter(), MetricSums(self.on_span)
         samples = trainable(batch.experiences)
         tokens = sum(sum(e.loss_mask) for e in samples)
@@ -78,7 +83,13 @@ class PolicyUpdate:
                     continue
                 first = taken + skipped == 0 and self.critic is None
                 rows += self._gradient(
-                    mini_batch, batch.version, sums, first_epoch=epoch == 0, untouched=taken == 0, may_give_up=first
+                    algorithm,
+                    mini_batch,
+                    batch.version,
+                    sums,
+                    first_epoch=epoch == 0,
+                    untouched=taken == 0,
+                    may_give_up=first,
                 )
                 with sums.timed("optimizer", self.forward.device):
                     result = self.optimizer.step()
@@ -95,6 +106,7 @@ class PolicyUpdate:
 
     def _gradient(
         self,
+        algorithm: Algorithm,
         samples: Sequence[Experience],
         version: int,
         sums: MetricSums,
@@ -108,9 +120,10 @@ class PolicyUpdate:
         inputs = [token_sample(e) for e in samples]
         for run in micro_batches(inputs, self.config.micro_batch_tokens, self.forward.layout):
             with sums.timed("forward", self.forward.device):
-                out = self.forward(inputs[run.start : run.stop])
+                part = inputs[run.start : run.stop]
+                out = self.forward(part, None if self.reference is None else self.reference(part))
                 batch = self._token_batch(samples[run.start : run.stop], out, version)
-                loss, stats = policy_objective(self.algorithm, batch, step_counts)
+                loss, stats = policy_objective(algorithm, batch, step_counts)
             with sums.timed("backward", self.forward.device):
                 loss.backward()
             if may_give_up:
@@ -137,7 +150,7 @@ class PolicyUpdate:
             "sampler": lambda: column([e.logprobs for e in samples], "logprobs"),
         }[self.config.old]
         entropy = out.entropy_BT if self.algorithm.entropy_coef != 0.0 else out.entropy_BT.detach()
-        needs_ref = self.algorithm.needs_ref
+        needs_ref = self.algorithm.needs_ref and not self.algorithm.needs_full_kl
         return TokenBatch(
             logprobs=out.logprobs_BT,
             old_logprobs=None if old is None else old(),
@@ -148,6 +161,7 @@ class PolicyUpdate:
             entropy=entropy,
             versions_match=column([_matches(e, version) for e in samples], "weight_versions"),
             rewards=torch.tensor([e.reward for e in samples], dtype=torch.float32, device=device),
+            full_kl=out.kl_BT,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -17,10 +18,10 @@ from quintet.algorithms.presets import resolve
 from quintet.buffer.journal import SqliteJournal
 from quintet.cli.main import app
 from quintet.cluster.build import Base
-from quintet.cluster.check import Checker
+from quintet.cluster.check import Verdict
+from quintet.cluster.check_offline import checker_of
 from quintet.cluster.estimate import disk_estimate, fixed_bytes, memory_estimate, parameter_counts, size
 from quintet.config import RunConfig, load_config, save
-from quintet.types import QuintetError
 from tests.small_recipe import SMALL, small
 
 runner = CliRunner()
@@ -193,7 +194,7 @@ def _model(config: RunConfig) -> Any:
     return load_model(config.model)
 
 
-def test_a_critic_is_counted_in_memory_and_checkpoints_and_offline_presets_are_refused(tmp_path: Path) -> None:
+def test_a_critic_is_counted_in_memory_and_checkpoints() -> None:
     config = load_config({**SMALL, "algorithm": {"preset": "ppo"}})
     parts = memory_estimate(
         config, resolve(config.algorithm), Base.of(config).hf_config, (10, 10), dtype=torch.float32,
@@ -202,5 +203,28 @@ def test_a_critic_is_counted_in_memory_and_checkpoints_and_offline_presets_are_r
     assert parts["critic"] == 16 * 10
     disk = disk_estimate(config, resolve(config.algorithm), (10, 10))
     assert disk["checkpoints"] == 2 * 120 * (config.checkpoint.keep_last + 1)
-    with pytest.raises(QuintetError, match="does not look at offline presets"):
-        Checker(RunConfig.model_validate({"algorithm": {"preset": "dpo"}}), tmp_path, lambda line: None)
+
+
+def test_an_offline_recipe_is_checked_without_training(tmp_path: Path) -> None:
+    tiny = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1, "max_position": 32}
+    data = {"source": "task:sums_pairs", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20, "epochs": 2}
+    config = load_config(
+        {
+            "steps": 50,
+            "algorithm": {"preset": "dpo"},
+            "model": {"tiny": tiny},
+            "data": data,
+            "offline": {"batch_size": 8},
+        }
+    )
+    lines = asyncio.run(checker_of(config, tmp_path / "run", lambda line: None).run())
+    said = {about: " ".join(line.text for line in lines if line.about == about) for about in {x.about for x in lines}}
+    assert "80 pairs, 20 held out" in said["data"]
+    assert "its rejected answer" in said["template"]
+    assert "50 steps x 8 rows = 400 rows = 5.00 passes over 80" in said["batches"]
+    assert "data.epochs 2 ends the run after 20 of 50 steps" in said["batches"]
+    assert "reference" in said["memory"] and "journal" not in said["disk"]
+    assert not (tmp_path / "run").exists()
+    broken = load_config({"algorithm": {"preset": "dpo"}, "model": {"tiny": tiny}, "data": {"source": "task:sums"}})
+    lines = asyncio.run(checker_of(broken, tmp_path / "run", lambda line: None).run())
+    assert [line.about for line in lines if line.verdict is Verdict.PROBLEM] == ["data"]
