@@ -33,8 +33,7 @@ def ratio_line(
     name: str, ours: float, theirs: float, *, peer: str, unit: str = "s", more_is_better: bool = False
 ) -> str:
     """`RATIO grpo_step 2.31x trl=54.2s quintet=23.5s`: how many times better quintet is."""
-    ratio = ours / theirs if more_is_better else theirs / ours
-    return f"RATIO {name} {ratio:.2f}x {peer}={theirs:.4g}{unit} quintet={ours:.4g}{unit}"
+    return f"RATIO {name} {theirs / ours:.2f}x {peer}={theirs:.4g}{unit} quintet={ours:.4g}{unit}"
 
 
 def print_ratio(name: str, found: Turns, *, peer: str, ours: str = "quintet") -> float:

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -139,7 +140,7 @@ def run_trl(job: dict[str, Any]) -> list[float]:
         processing_class=tokenizer,
         callbacks=[Clock()],
     ).train()
-    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    return [b - a for a, b in pairwise(marks)]
 
 
 def timed_child(side: str, job: dict[str, Any]) -> float:
