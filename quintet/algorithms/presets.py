@@ -105,6 +105,13 @@ class Algorithm:
         return Trait.NEEDS_PROXIMAL in _traits("correction", self.correction)
 
     @property
+    def skips_zero_advantage(self) -> bool:
+        """A sample whose advantages are all 0 adds nothing to the gradient, and changes no other sample's: every policy
+        loss is proportional to the advantage, and no other term acts. A user's own loss is taken not to be."""
+        kl_in_loss = self.kl is not None and self.kl.params["placement"] == "loss" and self.kl.params["coef"] > 0
+        return not (kl_in_loss or self.needs_entropy or self.policy_loss.custom)
+
+    @property
     def needs_values(self) -> bool:
         """A critic is trained beside the policy, and its values are there before the advantages."""
         return Trait.NEEDS_VALUES in _traits("advantage", self.advantage)

@@ -117,6 +117,7 @@ class PolicyUpdate:
     ) -> int:
         """Accumulate the gradient of one mini-batch; returns the rows that went through the model."""
         step_counts, step_loss, rows = counts(samples), 0.0, 0
+        samples = self._contributing(samples, sums)
         inputs = [token_sample(e) for e in samples]
         for run in micro_batches(inputs, self.config.micro_batch_tokens, self.forward.layout):
             with sums.timed("forward", self.forward.device):
@@ -136,6 +137,14 @@ class PolicyUpdate:
                 sums.add(mismatch(trainers, batch))
         sums.add_value("actor/loss", step_loss)
         return rows
+
+    def _contributing(self, samples: Sequence[Experience], sums: MetricSums) -> Sequence[Experience]:
+        """The samples that can add to the gradient; one where none can, so that the optimizer sees a gradient of 0."""
+        kept = samples
+        if self.config.skip_zero_advantage and self.algorithm.skips_zero_advantage:
+            kept = [e for e in samples if e.advantages is None or any(e.advantages)] or samples[:1]
+        sums.add_value("actor/skipped_frac", 1.0 - len(kept) / len(samples))
+        return kept
 
     def _token_batch(self, samples: Sequence[Experience], out: TokenLogprobs, version: int) -> TokenBatch:
         """Experiences beside their log-probabilities, right-padded [B, T] float32 on the model's device."""
