@@ -21,10 +21,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from quintet.reward.background import AsyncGrader
 from quintet.reward.calling import GradingFunction
 from quintet.reward.model import MODEL, ModelGrader
 from quintet.reward.rules import IMPORTS, RULES, needs_pool
 from quintet.types import QuintetError
+
+# name -> class, made with (name, args, timeout_s); imported only where a recipe names one
+ASYNC_GRADERS: Mapping[str, str] = {"code": "quintet.reward.code:CodeGrader"}
 
 MEND = "a reward function is a built-in name, `package.module:function` or `path/to/file.py:function`"
 
@@ -65,6 +69,13 @@ class FunctionSource:
         return GradingFunction(self.name, function, self.args)
 
 
+def make_async_grader(name: str, spec: str, args: Mapping[str, Any], timeout_s: float) -> AsyncGrader:
+    """One of `ASYNC_GRADERS`, not started. Raises QuintetError for a wrong option."""
+    module, _, cls = ASYNC_GRADERS[spec].partition(":")
+    grader: AsyncGrader = getattr(importlib.import_module(module), cls)(name, args, timeout_s)
+    return grader
+
+
 def _import_rule(rule: str) -> None:
     if rule not in IMPORTS:
         return
@@ -84,7 +95,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     place, colon, name = spec.rpartition(":")
     if not colon:
         near = difflib.get_close_matches(spec, RULES, n=1)
-        hint = f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join((*RULES, MODEL))}; "
+        hint = (
+            f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join((*RULES, MODEL, *ASYNC_GRADERS))}; "
+        )
         raise QuintetError(f"unknown reward function `{spec}`: {hint}{MEND}")
     module = _load_module(place, spec)
     function = getattr(module, name, None)

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from quintet.reward.background import AsyncGrader, BackgroundLoop
 from quintet.reward.calling import GradingFunction, Signature
 from quintet.reward.config import RewardConfig, RewardFunctionConfig
 from quintet.reward.errors import CallTimeout, FunctionFailed, MissingColumn, RewardError, WorkerDied
-from quintet.reward.loading import FunctionSource, check_rule_args
+from quintet.reward.loading import ASYNC_GRADERS, FunctionSource, check_rule_args, make_async_grader
 from quintet.reward.model import MODEL, check_model_args
 from quintet.reward.pool import ProcessSlot, SlotPool, ThreadSlot
 from quintet.reward.rules import RULES, reference_fault
@@ -59,6 +60,7 @@ class _Part:
     truncated: Literal["grade", "zero"] = "grade"
     source: FunctionSource | None = None  # loads in a worker
     function: GradingFunction | None = None  # lives in this process
+    grader: AsyncGrader | None = None  # lives in this process, on the background loop
     pool: SlotPool | None = None
     index: int = 0  # among the functions of its pool
     signature: Signature = Signature.RULE
@@ -84,7 +86,7 @@ class LocalRewardService:
     ) -> None:
         self._config = config
         self._parts = (
-            [_part_of_config(c) for c in config.functions]
+            [_part_of_config(c, config.timeout_s) for c in config.functions]
             if functions is None
             else [_part_of_callable(fn, config.workers > 0) for fn in functions]
         )
@@ -96,6 +98,7 @@ class LocalRewardService:
         self._window_samples = 0
         self._window_faults: list[Fault] = []
         self._pools: list[SlotPool] = []
+        self._background: BackgroundLoop | None = None
         self._started = False
 
     @property
@@ -116,14 +119,22 @@ class LocalRewardService:
         for part in self._parts:
             if part.source is not None and part.source.is_model and part.function is not None:
                 self._place([part], SlotPool([ThreadSlot([part.function])]))
-        in_thread = [p for p in self._parts if p.pool is None and (p.source is None or p.source.pooled)]
+        here = [p for p in self._parts if p.pool is None and p.grader is None]
+        in_thread = [p for p in here if p.source is None or p.source.pooled]
         if in_thread:
             self._place(in_thread, SlotPool([ThreadSlot([p.function for p in in_thread if p.function is not None])]))
         for part in self._parts:
             if part.function is not None:
                 part.signature = part.function.signature
+        self._start_graders([part.grader for part in self._parts if part.grader is not None])
 
     def close(self) -> None:
+        if self._background is not None:
+            for part in self._parts:
+                if part.grader is not None:
+                    self._background.run(part.grader.close())
+            self._background.close()
+            self._background = None
         for pool in self._pools:
             pool.close()
         self._pools.clear()
@@ -132,8 +143,12 @@ class LocalRewardService:
         """(row, reason) of the prompts whose reference answer a built-in rule could never grade, to be reported and
         left out when data is loaded. A reference that does not equal itself is among them."""
         rules = [part.source.spec for part in self._parts if part.source is not None and part.source.spec is not None]
-        faults = ((row, reference_fault(rule, prompt.answer)) for row, prompt in enumerate(prompts) for rule in rules)
-        return [(row, fault) for row, fault in faults if fault is not None]
+        graders = [part.grader for part in self._parts if part.grader is not None]
+        found: list[tuple[int, str | None]] = []
+        for row, prompt in enumerate(prompts):
+            found += [(row, reference_fault(rule, prompt.answer)) for rule in rules]
+            found += [(row, grader.reference_fault(prompt)) for grader in graders]
+        return [(row, fault) for row, fault in found if fault is not None]
 
     async def score(self, groups: list[Group]) -> list[list[Score]]:
         """One list per group, one score per rollout, in order.
@@ -145,6 +160,17 @@ class LocalRewardService:
         scored = await asyncio.gather(*(self._score_group(group) for group in groups))
         self._check_failures(sum(len(scores) for scores, _ in scored), [f for _, faults in scored for f in faults])
         return [scores for scores, _ in scored]
+
+    def _start_graders(self, graders: list[AsyncGrader]) -> None:
+        if not graders:
+            return
+        self._background = BackgroundLoop()
+        try:
+            for grader in graders:
+                self._background.run(grader.start())
+        except BaseException:
+            self.close()
+            raise
 
     def _start_processes(self, parts: list[_Part]) -> None:
         sources = [part.source for part in parts if part.source is not None]
@@ -182,7 +208,9 @@ class LocalRewardService:
         called = [i for i, s in enumerate(samples) if part.truncated == "grade" or not s.truncated]
         if not called:
             return outcomes
-        if part.signature is Signature.TRL:
+        if part.grader is not None and self._background is not None:
+            results = await self._background.wait(_grade_all(part.name, part.grader, [samples[i] for i in called]))
+        elif part.signature is Signature.TRL:
             results = await self._grade_together(part, [samples[i] for i in called])
         else:
             results = list(await asyncio.gather(*(self._grade_one(part, samples[i]) for i in called)))
@@ -256,6 +284,16 @@ def combine(parts: Sequence[tuple[str, float]], outcomes: Sequence[Outcome]) -> 
     return Score(total, values, None, info)
 
 
+async def _grade_all(name: str, grader: AsyncGrader, samples: list[Sample]) -> list[Outcome]:
+    async def grade(sample: Sample) -> Outcome:
+        try:
+            return _finite(name, await grader.grade(sample))
+        except FunctionFailed as error:
+            return Fault.of(name, error)
+
+    return list(await asyncio.gather(*(grade(sample) for sample in samples)))
+
+
 def _finite(name: str, verdict: Verdict) -> Outcome:
     """NaN and infinities are never trained on."""
     if verdict.value is None or math.isfinite(verdict.value):
@@ -272,12 +310,15 @@ def _rollout_failure(rollout: Rollout) -> Failure | None:
     return None
 
 
-def _part_of_config(config: RewardFunctionConfig) -> _Part:
+def _part_of_config(config: RewardFunctionConfig, timeout_s: float) -> _Part:
     if config.fn in RULES:
         check_rule_args(config.fn, config.args)
     if config.fn == MODEL:
         check_model_args(config.args)
     name = config.name or config.fn.rpartition(":")[2]
+    if config.fn in ASYNC_GRADERS:
+        grader = make_async_grader(name, config.fn, config.args, timeout_s)
+        return _Part(name, config.weight, config.truncated, grader=grader)
     return _Part(name, config.weight, config.truncated, source=FunctionSource(name, config.fn, args=config.args))
 
 
