@@ -17,10 +17,11 @@ class RewardError(QuintetError):
 class FunctionFailed(Exception):
     """A call of a reward function gave no usable values. `message` leaves the function's name to whoever reports it."""
 
-    def __init__(self, message: str, kind: FailureKind = FailureKind.GRADER) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.GRADER, *, retryable: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.kind = kind
+        self.retryable = retryable
 
 
 class CallTimeout(FunctionFailed):

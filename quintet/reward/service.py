@@ -1,8 +1,8 @@
 """Scores groups: every reward function on every sample, weighted, with faults kept apart from verdicts.
 
-reward = sum over the parts that did not abstain of weight x value. That number is the trained and the logged one.
-A sample of which one function failed has no reward and carries the failure; a sample on which all abstain has
-the failure kind `unscored`. Neither is ever a 0.
+`mixture.py` makes one reward of the parts; that number is the trained and the logged one. A sample of which one
+weighted function failed has no reward and carries the failure; a sample on which all abstain has the failure kind
+`unscored`. Neither is ever a 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quintet.reward.calling import GradingFunction, Signature
 from quintet.reward.config import RewardConfig, RewardFunctionConfig
 from quintet.reward.errors import CallTimeout, FunctionFailed, MissingColumn, RewardError, WorkerDied
 from quintet.reward.loading import ASYNC_GRADERS, FunctionSource, check_rule_args, make_async_grader
+from quintet.reward.mixture import Fault, Outcome, Term, combine_group, first_fault, required
 from quintet.reward.model import MODEL, check_model_args
 from quintet.reward.pool import ProcessSlot, SlotPool, ThreadSlot
 from quintet.reward.rules import RULES, reference_fault
@@ -31,32 +32,11 @@ from quintet.types import Failure, FailureKind, FinishReason, Group, Prompt, Qui
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A reward function failed on a sample."""
-
-    function: str
-    kind: FailureKind
-    reason: str
-
-    @classmethod
-    def of(cls, function: str, error: FunctionFailed) -> Fault:
-        return cls(function, error.kind, error.message)
-
-    @property
-    def failure(self) -> Failure:
-        return Failure(self.kind, f"reward function `{self.function}`: {self.reason}")
-
-
-Outcome = Verdict | Fault
-
-
 @dataclass
 class _Part:
-    """One weighted reward function and where it runs (`pool` None: right here)."""
+    """One reward function, its term in the mixture, and where it runs (`pool` None: right here)."""
 
-    name: str
-    weight: float = 1.0
+    term: Term
     truncated: Literal["grade", "zero"] = "grade"
     source: FunctionSource | None = None  # loads in a worker
     function: GradingFunction | None = None  # lives in this process
@@ -64,6 +44,16 @@ class _Part:
     pool: SlotPool | None = None
     index: int = 0  # among the functions of its pool
     signature: Signature = Signature.RULE
+
+    @property
+    def name(self) -> str:
+        return self.term.name
+
+    def reference_fault(self, prompt: Prompt) -> str | None:
+        if self.grader is not None:
+            return self.grader.reference_fault(prompt)
+        rule = None if self.source is None else self.source.spec
+        return None if rule is None else reference_fault(rule, prompt.answer)
 
 
 class LocalRewardService:
@@ -94,6 +84,8 @@ class LocalRewardService:
         for name in names:
             if names.count(name) > 1:
                 raise QuintetError(f"two reward functions are called `{name}`: give one a `name` (reward.functions)")
+        self._terms = [part.term for part in self._parts]
+        self._watch_faults: set[str] = set()
         self._samples_per_step = samples_per_step
         self._window_samples = 0
         self._window_faults: list[Fault] = []
@@ -140,15 +132,18 @@ class LocalRewardService:
         self._pools.clear()
 
     def unusable_references(self, prompts: Sequence[Prompt]) -> list[tuple[int, str]]:
-        """(row, reason) of the prompts whose reference answer a built-in rule could never grade, to be reported and
-        left out when data is loaded. A reference that does not equal itself is among them."""
-        rules = [part.source.spec for part in self._parts if part.source is not None and part.source.spec is not None]
-        graders = [part.grader for part in self._parts if part.grader is not None]
-        found: list[tuple[int, str | None]] = []
-        for row, prompt in enumerate(prompts):
-            found += [(row, reference_fault(rule, prompt.answer)) for rule in rules]
-            found += [(row, grader.reference_fault(prompt)) for grader in graders]
-        return [(row, fault) for row, fault in found if fault is not None]
+        """(row, reason) of the prompts of which no sample could get a reward, to be reported and left out when data is
+        loaded: those that every function leaves to others, and those whose reference answer a built-in rule could
+        never grade. A reference that does not equal itself is among them."""
+        faults = ((row, self._prompt_fault(prompt)) for row, prompt in enumerate(prompts))
+        return [(row, fault) for row, fault in faults if fault is not None]
+
+    def _prompt_fault(self, prompt: Prompt) -> str | None:
+        needed = required(self._terms)
+        parts = [p for p in self._parts if p.name in needed and p.term.takes(prompt.task_type)]
+        if not parts:
+            return f"no reward function takes prompts of task type `{prompt.task_type}`"
+        return next((fault for part in parts if (fault := part.reference_fault(prompt)) is not None), None)
 
     async def score(self, groups: list[Group]) -> list[list[Score]]:
         """One list per group, one score per rollout, in order.
@@ -193,14 +188,43 @@ class LocalRewardService:
         """Scores of the group's rollouts, and the first fault of each sample that a function failed on."""
         lost = [_rollout_failure(rollout) for rollout in group.rollouts]
         graded = [i for i, failure in enumerate(lost) if failure is None]
-        samples = [sample_of(group, i) for i in graded]
-        columns = await asyncio.gather(*(self._grade(part, samples) for part in self._parts))
+        columns = await self._columns([sample_of(group, i) for i in graded], group.prompt.task_type)
         scores = [Score(None, failure=failure) for failure in lost]
-        faults: list[Fault] = []
-        for i, outcomes in zip(graded, zip(*columns, strict=True), strict=True):
-            scores[i] = combine([(p.name, p.weight) for p in self._parts], outcomes)
-            faults.extend([o for o in outcomes if isinstance(o, Fault)][:1])
-        return scores, faults
+        for i, score in zip(graded, combine_group(self._terms, columns), strict=True):
+            scores[i] = score
+        rows = list(zip(*columns, strict=True))
+        for row in rows:
+            self._warn_watched(row)
+        return scores, [fault for row in rows if (fault := first_fault(self._terms, row)) is not None]
+
+    async def _columns(self, samples: list[Sample], task_type: str) -> list[list[Outcome]]:
+        """Per part, one outcome per sample. Parts that are called only behind an open gate come second."""
+        columns: dict[str, list[Outcome]] = {p.name: [Verdict(None)] * len(samples) for p in self._parts}
+        called = [p for p in self._parts if p.term.takes(task_type)]
+        for wave in ([p for p in called if not _skips(p)], [p for p in called if _skips(p)]):
+            found = await asyncio.gather(*(self._grade_open(part, samples, columns) for part in wave))
+            columns |= {part.name: column for part, column in zip(wave, found, strict=True)}
+        return [columns[part.name] for part in self._parts]
+
+    async def _grade_open(self, part: _Part, samples: list[Sample], columns: dict[str, list[Outcome]]) -> list[Outcome]:
+        """The part on the samples behind an open gate; on the others it abstains without a call."""
+        gate = part.term.gate
+        if gate is None or not gate.skip:
+            return await self._grade(part, samples)
+        states = [isinstance(o, Verdict) and gate.is_open(o.value) is True for o in columns[gate.part]]
+        behind = [i for i, is_open in enumerate(states) if is_open]
+        outcomes: list[Outcome] = [Verdict(None)] * len(samples)
+        for i, outcome in zip(behind, await self._grade(part, [samples[i] for i in behind]), strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    def _warn_watched(self, outcomes: Sequence[Outcome]) -> None:
+        """A fault of a part that is only watched costs nothing, and is said once."""
+        needed = required(self._terms)
+        for fault in outcomes:
+            if isinstance(fault, Fault) and fault.function not in needed | self._watch_faults:
+                self._watch_faults.add(fault.function)
+                log.warning("reward function `%s`, which is only watched, failed: %s", fault.function, fault.reason)
 
     async def _grade(self, part: _Part, samples: list[Sample]) -> list[Outcome]:
         """One outcome per sample of a group."""
@@ -262,26 +286,8 @@ class LocalRewardService:
             )
 
 
-def combine(parts: Sequence[tuple[str, float]], outcomes: Sequence[Outcome]) -> Score:
-    """The weighted sum over the parts (name, weight) that did not abstain; a fault leaves the sample unrewarded."""
-    values: dict[str, float | None] = {}
-    info: dict[str, Any] = {}
-    fault: Fault | None = None
-    total: float | None = None
-    for (name, weight), outcome in zip(parts, outcomes, strict=True):
-        if isinstance(outcome, Fault):
-            fault = fault or outcome
-            continue
-        values[name] = outcome.value
-        if outcome.info:
-            info[name] = outcome.info
-        if outcome.value is not None:
-            total = (total or 0.0) + weight * outcome.value
-    if fault is not None:
-        return Score(None, values, fault.failure, info)
-    if total is None:
-        return Score(None, values, Failure(FailureKind.UNSCORED, "every reward function abstained"), info)
-    return Score(total, values, None, info)
+def _skips(part: _Part) -> bool:
+    return part.term.gate is not None and part.term.gate.skip
 
 
 async def _grade_all(name: str, grader: AsyncGrader, samples: list[Sample]) -> list[Outcome]:
@@ -315,11 +321,11 @@ def _part_of_config(config: RewardFunctionConfig, timeout_s: float) -> _Part:
         check_rule_args(config.fn, config.args)
     if config.fn == MODEL:
         check_model_args(config.args)
-    name = config.name or config.fn.rpartition(":")[2]
+    name, term = config.part_name, Term.of(config)
     if config.fn in ASYNC_GRADERS:
         grader = make_async_grader(name, config.fn, config.args, timeout_s)
-        return _Part(name, config.weight, config.truncated, grader=grader)
-    return _Part(name, config.weight, config.truncated, source=FunctionSource(name, config.fn, args=config.args))
+        return _Part(term, config.truncated, grader=grader)
+    return _Part(term, config.truncated, source=FunctionSource(name, config.fn, args=config.args))
 
 
 def _part_of_callable(function: Callable[..., Any], in_worker: bool) -> _Part:
@@ -328,13 +334,13 @@ def _part_of_callable(function: Callable[..., Any], in_worker: bool) -> _Part:
     name = str(getattr(inner, "__name__", type(inner).__name__))
     local = GradingFunction(name, function)  # refuses an unsupported signature now
     if not in_worker:
-        return _Part(name, function=local)
+        return _Part(Term(name), function=local)
     try:
-        return _Part(name, source=FunctionSource(name, pickled=cloudpickle.dumps(function)))
+        return _Part(Term(name), source=FunctionSource(name, pickled=cloudpickle.dumps(function)))
     except Exception as error:  # pickling runs the objects' own code, which may raise anything
         log.warning(
             "reward function `%s` cannot be sent to a worker process (%s: %s): it runs in a thread of this process, "
             "where the limit of %s is soft: a call that hangs is given up but goes on running",
             *(name, type(error).__name__, error, "reward.timeout_s"),
         )
-        return _Part(name, function=local)
+        return _Part(Term(name), function=local)
