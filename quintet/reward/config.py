@@ -24,6 +24,7 @@ class GateConfig(BaseModel):
 
 class RewardFunctionConfig(BaseModel):
     """`fn`: a built-in (`number`, `exact`, `format`, ...), `model` (a trained reward model, `args: {path: FOLDER}`),
+    `remote_model` and `judge` (behind HTTP, `args: {urls: [...], model: NAME}`), or
     `package.module:function` or `path/to/file.py:function` in TRL's or verl's signature."""
 
     model_config = ConfigDict(extra="forbid")

@@ -24,11 +24,15 @@ from typing import Any, get_type_hints
 from quintet.reward.background import AsyncGrader
 from quintet.reward.calling import GradingFunction
 from quintet.reward.model import MODEL, ModelGrader
-from quintet.reward.rules import IMPORTS, RULES, needs_pool
+from quintet.reward.rules import IMPORTS, RULES, make_rule, needs_pool
 from quintet.types import QuintetError
 
 # name -> class, made with (name, args, timeout_s); imported only where a recipe names one
-ASYNC_GRADERS: Mapping[str, str] = {"code": "quintet.reward.code:CodeGrader"}
+ASYNC_GRADERS: Mapping[str, str] = {
+    "code": "quintet.reward.code:CodeGrader",
+    "judge": "quintet.reward.judge:Judge",
+    "remote_model": "quintet.reward.remote_model:RemoteModel",
+}
 
 MEND = "a reward function is a built-in name, `package.module:function` or `path/to/file.py:function`"
 
@@ -55,7 +59,7 @@ class FunctionSource:
     def load(self) -> GradingFunction:
         if self.spec in RULES:
             _import_rule(self.spec)
-            return GradingFunction(self.name, RULES[self.spec], self.args, rule=True)
+            return GradingFunction(self.name, make_rule(self.spec), self.args, rule=True)
         if self.is_model:
             return ModelGrader(self.name, self.args)
         if self.spec is not None:
