@@ -240,10 +240,7 @@ def test_test_cases_of_another_kind_are_refused(tests: object) -> None:
     [
         ('{"inputs": ["1"], "outputs": ["2"]}', [{"inputs": ["1"], "outputs": ["2"]}]),
         (["assert f(1) == 2", "assert f(2) == 3"], [{"assert": "assert f(1) == 2"}, {"assert": "assert f(2) == 3"}]),
-        (
-            "def check(candidate):\n    assert candidate(1)",
-            [{"assert": "def check(candidate):\n    assert candidate(1)"}],
-        ),
+        ("def check(f):\n    assert f(1)", [{"assert": "def check(f):\n    assert f(1)"}]),
         ([], []),
     ],
 )
