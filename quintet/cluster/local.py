@@ -41,6 +41,7 @@ from quintet.controller.state import ControllerState
 from quintet.data.sampler import PromptSampler
 from quintet.models.export import save_hf_folder
 from quintet.observe.doctor import Finding, diagnose
+from quintet.observe.hacking import HackingMonitor
 from quintet.observe.metrics import JsonlSink, read_metrics
 from quintet.observe.record import write_samples
 from quintet.observe.report import write_report
@@ -130,6 +131,7 @@ class LocalRun:
             self._leave_out_ungradable(data, reward)
             checkpoint, state = self._newest_state()
             self._sinks = self._open_sinks(state.step)
+            self._monitor = HackingMonitor(self.config.reward, read_metrics(self.folder.metrics))
             try:
                 await self._train(base, data, reward, checkpoint, state)
             finally:
@@ -219,6 +221,7 @@ class LocalRun:
 
         async def after_step(metrics: StepMetrics) -> None:
             metrics.values |= self._timeline.step_parts(metrics.values)
+            metrics.values |= self._monitor.note(metrics.values)
             self._log_step(metrics)
             step, last = metrics.step, metrics.step == config.steps
             if config.eval.every and step % config.eval.every == 0 and not last:

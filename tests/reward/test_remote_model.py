@@ -53,7 +53,7 @@ def by_length(_n: int, request: Request) -> Answer:
     rows: list[dict[str, Any]] = []
     for i, text in enumerate(texts):
         n = float(len(text))
-        kinds = {"/classify": {"probs": [n, -n], "label": "A", "num_classes": 2}, "/score": {"score": n}}
+        kinds: dict[str, dict[str, Any]] = {"/classify": {"probs": [n, -n], "label": "A"}, "/score": {"score": n}}
         kinds["/pooling"] = {"data": [[0.0, 0.0], [n, -n]] if i % 2 else [n, -n]}
         rows.append({"index": i, **kinds[request.path]})
     return Answer({"object": "list", "model": "rm", "data": rows[::-1], "usage": {"prompt_tokens": 1}})
