@@ -12,18 +12,21 @@ from quintet.sandbox.protocol import Sandbox
 from quintet.types import QuintetError
 
 
+REMOTE = "quintet.sandbox.remote:RemoteSandbox"
+
+
 def make_sandbox(config: SandboxConfig) -> Sandbox:
     """Raises QuintetError where the isolation asked for is not available: it is never weakened instead."""
     if config.backend == "namespace":
         return ZygotePool(config, NamespaceJail(config))
     if config.backend == "process":
         return ZygotePool(config, ProcessJail(config))
-    return _own_backend(config)
+    return _class_backend(config, REMOTE if config.backend == "remote" else config.backend)
 
 
-def _own_backend(config: SandboxConfig) -> Sandbox:
+def _class_backend(config: SandboxConfig, path: str) -> Sandbox:
     """`module:Class`, called with the configuration."""
-    module_name, _, class_name = config.backend.partition(":")
+    module_name, _, class_name = path.partition(":")
     try:
         backend: type[Sandbox] = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:

@@ -34,6 +34,7 @@ class NamespaceJail:
     """A warm interpreter inside bubblewrap; see `zygote.Jail`."""
 
     name = "namespace"
+    sealed = True
 
     def __init__(self, config: SandboxConfig) -> None:
         """Tries one out, about 0.2 s. Raises QuintetError where the isolation cannot be had."""
@@ -89,6 +90,8 @@ class NamespaceJail:
                 binds += ["--ro-bind", str(path), str(path)]
         for folder in (launch.interpreter().parents[1], *(Path(f).resolve() for f in self._config.python_path)):
             if not folder.is_relative_to("/usr"):
+                for parent in reversed(folder.parents[:-1]):  # bubblewrap would copy their permissions, /root's too
+                    binds += ["--perms", "0755", "--dir", str(parent)]
                 binds += ["--ro-bind", str(folder), str(folder)]
         return binds
 

@@ -12,6 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 from itertools import count
+from signal import SIGKILL
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,11 +20,13 @@ from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.jail.data import NotData, decode, encode
 from quintet.sandbox.jail.isolation import SNAPSHOT_BYTES
 from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, SandboxFailure, Value
+from quintet.sandbox.snapshot import check_restorable
 from quintet.sandbox.zygote import Jail, Zygote
 from quintet.types import QuintetError
 
 REQUEST_BYTES = 256 << 20
 STATE_LIMITS = Limits(wall_s=60.0, cpu_s=60.0)  # for taking and loading a snapshot
+_REASONS = {"wall": Outcome.WALL_TIME, "cpu": Outcome.CPU_TIME}
 _LENGTH = struct.Struct("<I")
 
 
@@ -71,6 +74,7 @@ class ZygotePool:
         raise SandboxFailure(f"{session} cannot be captured: {_complaint(records)}", retryable=False)
 
     async def restore(self, snapshot: bytes) -> str:
+        check_restorable(snapshot)
         session = await self.create()
         with _Files({"op": "restore", "snapshot": snapshot, "value_bytes": 4096}, "") as files:
             await self._answer(files, STATE_LIMITS, session)
@@ -122,6 +126,11 @@ class ZygotePool:
             answer = await self._session_answer(session, times, files)
         if answer.get("fault"):
             raise SandboxFailure(f"{self._jail.name} sandbox: {answer['fault']}")
+        status = answer["status"] or 0
+        if self._jail.sealed and os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL and not answer["reason"]:
+            raise SandboxFailure(
+                f"{self._jail.name} sandbox: the host killed a run (out of memory?) or it was destroyed"
+            )
         return answer
 
     async def _session_answer(self, name: str, times: dict[str, float], files: _Files) -> dict[str, Any]:
@@ -241,8 +250,8 @@ def _outcome(answer: dict[str, Any], final: tuple[Any, ...] | None, flooded: boo
     status = answer["status"]
     if flooded:
         return Outcome.OUTPUT
-    if answer["reason"] is not None:
-        return Outcome.WALL_TIME if answer["reason"] == "wall" else Outcome.CPU_TIME
+    if answer["reason"] in _REASONS:
+        return _REASONS[answer["reason"]]
     if status is not None and os.WIFSIGNALED(status):
         return Outcome.CRASHED
     if final is None or final[0] == "exit" or status:

@@ -20,6 +20,7 @@ class ProcessJail:
     """A warm interpreter as an ordinary process; see `zygote.Jail`."""
 
     name = "process"
+    sealed = False
 
     def __init__(self, config: SandboxConfig) -> None:
         """Raises QuintetError where it cannot run; warns."""

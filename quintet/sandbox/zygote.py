@@ -24,6 +24,7 @@ class Jail(Protocol):
     """How a back end starts a warm interpreter."""
 
     name: str
+    sealed: bool  # a program in it cannot kill itself with SIGKILL: whoever did, it was not the program
 
     def command(self, control: int) -> list[str]:
         """What to execute; it inherits the descriptor `control`."""

@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .seccomp import Filter
@@ -26,6 +26,7 @@ STACK_BYTES = 64 << 20
 SNAPSHOT_BYTES = 64 << 20  # a session's results may hold a snapshot of it
 OPEN_FILES = 256
 INODES_PER_MB = 256
+SHARED_PROCESSES = 256  # where all forks have one user id, the kernel counts them together
 
 _NEWNS, _NEWPID = 0x20000, 0x20000000
 _NOSUID_NODEV_NOEXEC = 2 | 4 | 8
@@ -150,7 +151,8 @@ class Jailed:
         self._check(self._libc.setns(place.mounts, _NEWNS), "enter the scratch folder's mounts")
         os.chdir(SCRATCH)
         os.setsid()
-        set_limits(limits, self._idle_bytes)
+        shared = 0 if self._own_users else SHARED_PROCESSES
+        set_limits(replace(limits, processes=limits.processes + shared), self._idle_bytes)
         if self._own_users:
             user = FIRST_UID + self._user
             os.setgroups([])
@@ -203,7 +205,8 @@ def set_limits(limits: ForkLimits, idle_bytes: int) -> None:
 
 
 def self_test(*, own_user: bool) -> None:
-    """In a locked fork, before the first program: raises RuntimeError when it can do what it must not."""
+    """In a locked fork, before the first program: raises RuntimeError when it can do what it must not, and OSError when it
+    cannot do what it must."""
     attempts: dict[str, Callable[[], object]] = {
         "open a socket": lambda: socket.socket(socket.AF_INET),
         "start a process": _fork_and_leave,
@@ -216,6 +219,7 @@ def self_test(*, own_user: bool) -> None:
         except OSError:
             continue
         raise RuntimeError(f"a program in the jail can {what}")
+    os.listdir(os.path.dirname(os.__file__))  # the standard library, which programs will import
     if own_user and os.getuid() < FIRST_UID:
         raise RuntimeError("a program in the jail has no user of its own")
 

@@ -25,17 +25,12 @@ from .isolation import SNAPSHOT_BYTES
 FORMAT = 1
 
 
-def python_version() -> str:
-    """Functions travel as byte code, which differs between minor versions."""
-    return "{}.{}".format(*sys.version_info)
-
-
 def capture(namespace: dict[str, Any], cells: int) -> bytes:
     """Raises NotData when it is larger than SNAPSHOT_BYTES."""
     variables, missing = _pickle_variables(namespace)
     parts = {
         "format": FORMAT,
-        "python": python_version(),
+        "python": "{}.{}".format(*sys.version_info),
         "variables": variables,
         "missing": missing,
         "random": pickle.dumps(random.getstate()),

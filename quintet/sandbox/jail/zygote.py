@@ -5,7 +5,8 @@ opens and that pass through here as descriptors to one fork. So its memory has n
 
 From the judge come JSON messages: `start` (a fork; with `run` and five files for a one-shot, without for a session),
 `run` (the next one of a session), `kill`, `ping`. Every run is answered by one message: how it ended (`status` as of
-`wait`, or null for a session that goes on), why it was ended (`reason` wall or cpu), its seconds, and `fault` when the
+`wait`, or null for a session that goes on), why it was ended (`reason`: wall, cpu, or channel for a candidate that
+wrote nonsense to it), its seconds, and `fault` when the
 fork could not be locked up, in which case nothing of the candidate's was read.
 """
 
@@ -17,6 +18,7 @@ import json
 import os
 import selectors
 import signal
+import site
 import socket
 import sys
 import time
@@ -176,9 +178,13 @@ class Zygote:
             _signal(fork, signal.SIGSTOP)  # a candidate has no business between two runs, whatever it left behind
             self._answer(self._account(fork, fork.timer, _cpu_s(fork.pid)))
             fork.timer = None
-        else:  # its end, or a candidate that plays with the channel
-            self._selector.unregister(fork.channel)
-            _signal(fork, signal.SIGKILL)
+        else:  # its end, or the candidate closed the channel or wrote to it
+            if not message:
+                self._selector.unregister(fork.channel)
+            if fork.timer is not None:
+                fork.timer.reason = fork.timer.reason or "channel"
+            if fork.timer is not None or not message:
+                _signal(fork, signal.SIGKILL)
 
     def _on_child_end(self) -> None:
         self._wakened.recv(4096)
@@ -293,6 +299,7 @@ def main(settings: dict[str, Any]) -> None:
     which lead to our own modules."""
     control = socket.socket(fileno=settings["control"])
     sys.path[:] = sys.path[len(settings["own_path"]) :] + settings["python_path"]
+    site.setquit()  # exit() and quit(), which many programs call
     for name in settings["preload"]:
         importlib.import_module(name)
     isolation: Isolation
