@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "quintet"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "clock", "protocols", "files", "recipe"}),
+    frozenset({"types", "clock", "protocols", "files", "recipe", "serving"}),
     frozenset({"algorithms", "models", "weights", "sandbox", "data"}),
     frozenset({"rollout", "reward", "train", "buffer"}),
     frozenset({"controller", "observe"}),
@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Neighbours on one floor of which the first leans on the second (checks.py names config's class as a type only).
 SIDEWAYS = frozenset({
-    ("protocols", "types"), ("recipe", "types"),
+    ("protocols", "types"), ("recipe", "types"), ("serving", "types"),
     ("config", "checks"), ("checks", "config"), ("cluster", "config"),
     ("cli", "api"),
 })  # fmt: skip

@@ -38,7 +38,8 @@ class SandboxConfig(BaseModel):
     max_concurrent: int = Field(64, ge=1, description="runs in flight; times limits.memory_mb is what they may use")
     preload: list[str] = Field(default_factory=list, description="modules imported once, free for every program")
     python_path: list[str] = Field(default_factory=list, description="folders of packages that programs may import")
-    url: str | None = Field(None, description="of the remote service")
+    url: str | None = Field(None, description="of the remote service, e.g. http://127.0.0.1:8080")
+    api_key_env: str | None = Field(None, description="environment variable that holds the remote service's key")
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
     @model_validator(mode="after")
@@ -47,4 +48,8 @@ class SandboxConfig(BaseModel):
             raise ValueError(f"backend: {', '.join(BACKENDS)} or module:Class, not {self.backend!r}")
         if (self.url is not None) != (self.backend == "remote"):
             raise ValueError("url goes with backend: remote, and only with it")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {self.url!r} does not begin with http:// or https://")
+        if self.api_key_env is not None and self.backend != "remote":
+            raise ValueError("api_key_env goes with backend: remote, and only with it")
         return self
