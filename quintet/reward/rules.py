@@ -86,14 +86,23 @@ def reasoning_gym(sample: Sample) -> Verdict:
     return Verdict(score_answer(sample.metadata, text.strip() if tagged is None else tagged))
 
 
-def math(sample: Sample, *, unboxed: bool = False) -> Verdict:
+def math(sample: Sample, *, unboxed: bool = False, second_opinion: bool = True) -> Verdict:
     """1 when the final answer equals the reference in value; `quintet.reward.math` lists the conventions.
 
-    `unboxed`: without a box, take what follows "the answer is", or the last number.
+    `unboxed`: without a box, take what follows `####` or "the answer is", or the last number. `second_opinion`: ask
+    math-verify about sums, products, integrals and limits that are left unevaluated; off, such an answer is wrong.
     """
-    from quintet.reward.math import verdict  # brings mpmath, which other rules do without
+    rule = make_rule("math")
+    return rule(sample, unboxed=unboxed, second_opinion=second_opinion)
 
-    return verdict(sample, unboxed=unboxed)
+
+def make_rule(name: str) -> Rule:
+    """The rule for a worker's life: `math` keeps a helper process between its calls, the others keep nothing."""
+    if name == "math":
+        from quintet.reward.math import MathRule  # brings mpmath, which other rules do without
+
+        return MathRule()
+    return RULES[name]
 
 
 def reference_fault(rule: str, answer: str | None) -> str | None:
