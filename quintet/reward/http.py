@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quintet.reward.errors import FunctionFailed
 from quintet.types import FailureKind, QuintetError
 
-Options = TypeVar("Options", bound=BaseModel)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -63,17 +62,6 @@ class HttpOptions(BaseModel):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} does not begin with http:// or https://")
         return [url.rstrip("/") for url in urls]
-
-
-def parse_options(kind: type[Options], function: str, args: Mapping[str, Any]) -> Options:
-    """`args` of a recipe as options. Raises QuintetError naming the first wrong one."""
-    try:
-        return kind.model_validate(dict(args))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "args"
-        known = f"; it has: {', '.join(kind.model_fields)}" if first["type"] == "extra_forbidden" else ""
-        raise QuintetError(f"reward function `{function}`, option `{where}`: {first['msg']}{known}") from error
 
 
 @dataclass

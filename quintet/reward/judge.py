@@ -30,8 +30,9 @@ from pydantic import Field, field_validator, model_validator
 
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.extract import after_thinking
-from quintet.reward.http import HttpOptions, JsonClient, digest_of, parse_options
+from quintet.reward.http import HttpOptions, JsonClient, digest_of
 from quintet.reward.judge_cache import JudgeCache, Reply
+from quintet.reward.options import parse_options
 from quintet.reward.sample import Sample, Verdict
 from quintet.types import Prompt
 

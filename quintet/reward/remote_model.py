@@ -22,7 +22,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from quintet.reward.errors import FunctionFailed
-from quintet.reward.http import Batcher, HttpOptions, JsonClient, parse_options
+from quintet.reward.http import Batcher, HttpOptions, JsonClient
+from quintet.reward.options import parse_options
 from quintet.reward.sample import Sample, Verdict
 from quintet.types import FailureKind, Prompt
 

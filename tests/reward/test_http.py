@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from quintet.reward.errors import FunctionFailed
-from quintet.reward.http import Batcher, Breaker, HttpOptions, JsonClient, parse_options
+from quintet.reward.http import Batcher, Breaker, HttpOptions, JsonClient
+from quintet.reward.options import parse_options
 from quintet.types import FailureKind, QuintetError
 from tests.reward.http_server import Answer, serving
 
@@ -175,7 +176,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ({"urls": "localhost:8000", "model": "m"}, "option `urls`: .*does not begin with http"),
         ({"urls": [], "model": "m"}, "option `urls`"),
         ({"urls": "http://x"}, "option `model`: Field required"),
-        ({"urls": "http://x", "model": "m", "timeout": 3}, "option `timeout`: .*it has: urls, model"),
+        ({"urls": "http://x", "model": "m", "timeout": 3}, "has no option `timeout`; did you mean `timeout_s`"),
         ({"urls": "http://x", "model": "m", "attempts": 0}, "option `attempts`"),
     ],
 )

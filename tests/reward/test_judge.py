@@ -161,7 +161,7 @@ def test_the_response_is_fenced_by_a_tag_that_it_cannot_know() -> None:
         ({"scale": [5, 1]}, "the worst rating comes first"),
         ({"votes": 2, "min_votes": 3, "temperature": 1}, "min_votes 3 is more than votes 2"),
         ({"votes": 3}, "votes 3 at temperature 0 are 3 times the same answer"),
-        ({"vote": 3}, "option `vote`"),
+        ({"vote": 3}, "has no option `vote`; did you mean `votes`"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
