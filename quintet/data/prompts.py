@@ -107,7 +107,7 @@ def _make(row: Row, config: DataConfig, usable_answer: Callable[[str], bool] | N
         messages=None if isinstance(raw, str) else raw,
         text=raw if isinstance(raw, str) else None,
         answer=answer,
-        test_cases=_test_cases(row, columns.test_cases),
+        test_cases=test_cases_of(row, columns.test_cases),
         metadata=_metadata(row, config),
     )
     if columns.task_type is not None:
@@ -167,7 +167,7 @@ def _answer(row: Row, column: str | None) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _test_cases(row: Row, column: str | None) -> list[dict[str, Any]] | None:
+def test_cases_of(row: Row, column: str | None) -> list[dict[str, Any]] | None:
     """A list of objects, or what stands for one in well-known data: JSON text of it, a single object (APPS, TACO), test
     code (HumanEval), a list of asserts (MBPP). `reward/code_tests/reading.py` says what the objects may be."""
     value = None if column is None else row.values[column]

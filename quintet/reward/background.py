@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from quintet.reward.sample import Sample, Verdict
@@ -43,13 +44,16 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
         self._thread.start()
 
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Blocks the calling thread until it is done."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.submit(work).result()
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Waits in the caller's loop. Cancelling the wait cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:
         """Cancels what still runs."""

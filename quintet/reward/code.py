@@ -75,7 +75,7 @@ class CodeGrader:
 
     def __init__(self, name: str, args: Mapping[str, Any], timeout_s: float, sandbox: Sandbox | None = None) -> None:
         self._name = name
-        self._options = _options(name, args)
+        self._options = parse_options(name, args)
         limits = self._options.sandbox.limits.limits()
         self._limits = replace(limits, wall_s=min(limits.wall_s, timeout_s), cpu_s=min(limits.cpu_s, timeout_s))
         self._sandbox = sandbox
@@ -233,7 +233,8 @@ class _CandidateStopped(Exception):
     """The candidate ended before it answered."""
 
 
-def _options(name: str, args: Mapping[str, Any]) -> CodeOptions:
+def parse_options(name: str, args: Mapping[str, Any]) -> CodeOptions:
+    """Raises QuintetError naming the first wrong option."""
     try:
         return CodeOptions.model_validate(dict(args))
     except ValidationError as error:
