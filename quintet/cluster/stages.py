@@ -16,6 +16,7 @@ from quintet.config import RunConfig, digest
 from quintet.controller.evaluate import evaluate
 from quintet.models.export import save_hf_folder
 from quintet.models.tokenizer import PromptEncoder
+from quintet.observe.hacking import verifiable_parts
 from quintet.observe.metrics import JsonlSink
 from quintet.observe.summary import build_summary, write_summary
 from quintet.protocols import RewardService, RolloutWorker
@@ -94,9 +95,10 @@ async def evaluate_all(
         on_event("progress", {"stage": "eval", "done": done, "total": total, "values": {}})
 
     values: dict[str, float] = {}
+    rules = verifiable_parts(config.reward)
     for name, params in _evaluation_runs(config):
         on_event("stage", {"name": "eval", "total": len(prompts)})
-        found, _ = await evaluate(rollout, reward, prompts, params, version, on_progress=progress)
+        found, _ = await evaluate(rollout, reward, prompts, params, version, rules=rules, on_progress=progress)
         values |= {f"{name}/{key}": value for key, value in found.items()}
     return values
 

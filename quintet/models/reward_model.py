@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from quintet.models.config import ModelConfig
 from quintet.models.device import resolve_device, resolve_dtype
@@ -76,7 +76,7 @@ def load_reward_model(config: ModelConfig, label: int | None = None) -> RewardMo
     Raises QuintetError for a model of another kind, and for several labels of which none is named.
     """
     source = resolve_source(config)
-    hf_config = read_config(source, config)
+    hf_config: Any = read_config(source, config)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     body, head = _load(source, hf_config, config)
@@ -92,7 +92,7 @@ def load_reward_model(config: ModelConfig, label: int | None = None) -> RewardMo
     return RewardModel(body, head, label or 0, hf_config.pad_token_id or 0, device)
 
 
-def _load(source: Source, hf_config: PretrainedConfig, config: ModelConfig) -> tuple[nn.Module, nn.Module | None]:
+def _load(source: Source, hf_config: Any, config: ModelConfig) -> tuple[nn.Module, nn.Module | None]:
     if _is_classifier(hf_config):
         model: Any = _from_pretrained(AutoModelForSequenceClassification, source, config)
         head = dict(model.named_children()).get("score")
@@ -108,7 +108,7 @@ def _load(source: Source, hf_config: PretrainedConfig, config: ModelConfig) -> t
     return lm.get_decoder(), _linear(weights)
 
 
-def _is_classifier(hf_config: PretrainedConfig) -> bool:
+def _is_classifier(hf_config: Any) -> bool:
     return any(kind.endswith("ForSequenceClassification") for kind in hf_config.architectures or [])
 
 

@@ -67,8 +67,12 @@ class HackingMonitor:
 def watched_pairs(config: RewardConfig) -> list[Pair]:
     """Every learned part that is trained on, with every verifiable one."""
     models = [f.part_name for f in config.functions if role_of(f) == "model" and f.weight > 0]
-    rules = [f.part_name for f in config.functions if role_of(f) == "rule"]
-    return [(model, rule) for model in models for rule in rules]
+    return [(model, rule) for model in models for rule in verifiable_parts(config)]
+
+
+def verifiable_parts(config: RewardConfig) -> list[str]:
+    """The parts whose 1 means right."""
+    return [f.part_name for f in config.functions if role_of(f) == "rule"]
 
 
 def role_of(function: RewardFunctionConfig) -> Role:

@@ -185,8 +185,8 @@ def test_an_encoder_reads_the_pair_in_its_own_form(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
     tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(vocabulary), num_labels=3, **sizes)).eval()
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_labels": 3}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(vocabulary), num_attention_heads=2, **sizes)).eval()
     torch.nn.init.normal_(model.classifier.weight)
     model.save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
