@@ -11,7 +11,6 @@ from quintet.sandbox.process import ProcessJail
 from quintet.sandbox.protocol import Sandbox
 from quintet.types import QuintetError
 
-
 REMOTE = "quintet.sandbox.remote:RemoteSandbox"
 
 

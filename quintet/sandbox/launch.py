@@ -39,17 +39,24 @@ def cloudpickle_folder() -> Path:
     return Path(cloudpickle.__file__).parent
 
 
+def package_folders(config: SandboxConfig) -> list[Path]:
+    return [Path(folder).resolve() for folder in config.python_path]
+
+
 def interpreter() -> Path:
     """The interpreter itself, not a virtual environment's link to it."""
     return Path(os.path.realpath(sys.executable))
 
 
-def command(config: SandboxConfig, control: int, own_path: list[str], **settings: Any) -> list[str]:
-    """`own_path`: folders with `jail` and cloudpickle in them, as the interpreter will see them."""
+def command(
+    config: SandboxConfig, control: int, own_path: list[str], python_path: list[str], **settings: Any
+) -> list[str]:
+    """`own_path`: folders with `jail` and cloudpickle in them, `python_path`: those of `config`, both as the
+    interpreter will see them."""
     whole = {
         "control": control,
         "preload": [*PRELOAD, *config.preload],
-        "python_path": [str(Path(folder).resolve()) for folder in config.python_path],
+        "python_path": python_path,
         "own_path": own_path,
         **settings,
     }

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MEND = "Install bubblewrap with `make sandbox-deps`, or use backend: remote (backend: process for code you trust)."
 _OWN = "/quintet"
+_PACKAGES = f"{_OWN}/packages"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _CAP_SYS_ADMIN = 21
 
@@ -56,7 +57,8 @@ class NamespaceJail:
             )
 
     def command(self, control: int) -> list[str]:
-        inner = launch.command(self._config, control, [_OWN], isolation="jailed", own_users=self._root)
+        packages = [f"{_PACKAGES}/{i}" for i in range(len(self._config.python_path))]
+        inner = launch.command(self._config, control, [_OWN], packages, isolation="jailed", own_users=self._root)
         return [self._bwrap, *self._walls(), "--", *inner]
 
     def clean_up(self) -> None:
@@ -75,24 +77,39 @@ class NamespaceJail:
         walls += self._system()
         for device in _DEVICES:
             walls += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        # Folders made on the way to a mount point would have the permissions of what is mounted there
+        walls += ["--perms", "0755", "--dir", _OWN, "--perms", "0755", "--dir", _PACKAGES]
         walls += ["--ro-bind", str(launch.jail_folder()), f"{_OWN}/jail"]
         walls += ["--ro-bind", str(launch.cloudpickle_folder()), f"{_OWN}/cloudpickle"]
+        for i, folder in enumerate(launch.package_folders(self._config)):
+            walls += ["--ro-bind", str(folder), f"{_PACKAGES}/{i}"]
         return [*walls, "--proc", "/proc", "--dir", SCRATCH, "--remount-ro", "/", "--chdir", "/"]
 
     def _system(self) -> list[str]:
-        """The read-only system: /usr, the interpreter, the folders of `python_path`."""
-        binds = ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+        """The read-only system: /usr and the interpreter."""
+        binds = [
+            "--ro-bind",
+            "/usr",
+            "/usr",
+            "--perms",
+            "0755",
+            "--dir",
+            "/etc",
+            "--ro-bind-try",
+            "/etc/ld.so.cache",
+            "/etc/ld.so.cache",
+        ]
         for name in ("bin", "sbin", "lib", "lib64"):
             path = Path("/", name)
             if path.is_symlink():
                 binds += ["--symlink", os.readlink(path), str(path)]
             elif path.is_dir():
                 binds += ["--ro-bind", str(path), str(path)]
-        for folder in (launch.interpreter().parents[1], *(Path(f).resolve() for f in self._config.python_path)):
-            if not folder.is_relative_to("/usr"):
-                for parent in reversed(folder.parents[:-1]):  # bubblewrap would copy their permissions, /root's too
-                    binds += ["--perms", "0755", "--dir", str(parent)]
-                binds += ["--ro-bind", str(folder), str(folder)]
+        prefix = launch.interpreter().parents[1]
+        if not prefix.is_relative_to("/usr"):
+            for parent in reversed(prefix.parents[:-1]):
+                binds += ["--perms", "0755", "--dir", str(parent)]
+            binds += ["--ro-bind", str(prefix), str(prefix)]
         return binds
 
 

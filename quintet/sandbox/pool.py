@@ -12,8 +12,8 @@ import os
 import struct
 from dataclasses import dataclass
 from itertools import count
-from signal import SIGKILL
 from pathlib import PurePosixPath
+from signal import SIGKILL
 from typing import Any
 
 from quintet.sandbox.config import SandboxConfig

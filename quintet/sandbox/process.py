@@ -34,7 +34,8 @@ class ProcessJail:
 
     def command(self, control: int) -> list[str]:
         own_path = [str(launch.jail_folder().parent), str(launch.cloudpickle_folder().parent)]
-        return launch.command(self._config, control, own_path, isolation="plain", base=self._base)
+        packages = [str(folder) for folder in launch.package_folders(self._config)]
+        return launch.command(self._config, control, own_path, packages, isolation="plain", base=self._base)
 
     def clean_up(self) -> None:
         shutil.rmtree(self._base, ignore_errors=True)

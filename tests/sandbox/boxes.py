@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import cache
@@ -13,7 +15,8 @@ import pytest
 
 from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.factory import make_sandbox
-from quintet.sandbox.protocol import Limits, Program, RunResult, Sandbox
+from quintet.sandbox.pool import ZygotePool
+from quintet.sandbox.protocol import Call, Limits, Outcome, Program, RunResult, Sandbox, Value
 from quintet.types import QuintetError
 
 T = TypeVar("T")
@@ -56,6 +59,51 @@ def make_box(backend: str, **options: Any) -> Box:
     if reason is not None:
         pytest.skip(reason)
     return Box(backend, **options)
+
+
+RIGHT = "def f(x): return x + 1"
+
+
+def assert_sound(box: Box) -> None:
+    """The next sample is graded right."""
+    result = box.run(RIGHT, calls=(Call("f", (1,)),))
+    assert (result.outcome, result.values) == (Outcome.FINISHED, (Value(2),))
+
+
+def errors_of(box: Box, *attempts: str, **options: Any) -> list[str]:
+    """The name of the exception that each statement raises, or `worked`."""
+    code = f"""
+for attempt in {attempts!r}:
+    try:
+        exec(attempt, {{}})
+    except BaseException as error:
+        print(type(error).__name__)
+    else:
+        print("worked")
+"""
+    result = box.run(code, **options)
+    assert result.outcome is Outcome.FINISHED, result
+    return result.stdout.split()
+
+
+def assert_nothing_left(box: Box) -> None:
+    """No process but the warm ones, no file, and the next sample is graded right. Closes the box."""
+    pool = box.sandbox
+    assert isinstance(pool, ZygotePool)
+    for session in list(pool._sessions):
+        box.wait(pool.destroy(session))
+    assert_sound(box)
+    zygotes = [zygote._process.pid for zygote in pool._zygotes if zygote is not None]
+    warm = len(zygotes) if box.backend == "namespace" else 0  # bubblewrap's child is the interpreter
+    deadline = time.monotonic() + 10
+    while sum(len(descendants(pid)) for pid in zygotes) > warm and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sum(len(descendants(pid)) for pid in zygotes) == warm
+    base = getattr(pool._jail, "_base", None)
+    assert base is None or os.listdir(base) == []
+    box.wait(pool.close())
+    assert base is None or not os.path.exists(base)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in zygotes)
 
 
 def within(**limits: Any) -> Limits:

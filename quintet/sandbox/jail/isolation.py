@@ -6,6 +6,7 @@ scratch tmpfs of its own, a user of its own where the zygote is root, no capabil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -13,6 +14,7 @@ import shutil
 import signal
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -205,8 +207,8 @@ def set_limits(limits: ForkLimits, idle_bytes: int) -> None:
 
 
 def self_test(*, own_user: bool) -> None:
-    """In a locked fork, before the first program: raises RuntimeError when it can do what it must not, and OSError when it
-    cannot do what it must."""
+    """In a locked fork, before the first program: raises RuntimeError when it can do what it must not, and OSError
+    when it cannot read what it must."""
     attempts: dict[str, Callable[[], object]] = {
         "open a socket": lambda: socket.socket(socket.AF_INET),
         "start a process": _fork_and_leave,
@@ -219,7 +221,9 @@ def self_test(*, own_user: bool) -> None:
         except OSError:
             continue
         raise RuntimeError(f"a program in the jail can {what}")
-    os.listdir(os.path.dirname(os.__file__))  # the standard library, which programs will import
+    for folder in sys.path:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # python3.zip, which need not exist
+            os.listdir(folder)  # what programs will import is theirs to read
     if own_user and os.getuid() < FIRST_UID:
         raise RuntimeError("a program in the jail has no user of its own")
 

@@ -63,7 +63,7 @@ def _read_folder() -> dict[str, bytes | None]:
     """Regular files and folders; links and pipes are left out."""
     found: dict[str, bytes | None] = {}
     for folder, folders, names in os.walk("."):
-        found.update({os.path.join(folder, name): None for name in folders})
+        found.update({str(Path(folder, name)): None for name in folders})
         for path in (Path(folder, name) for name in names):
             if path.is_file() and not path.is_symlink():
                 found[str(path)] = path.read_bytes()

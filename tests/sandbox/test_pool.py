@@ -1,0 +1,119 @@
+"""Faults of ours: they are told from what programs do, and the next run finds a new interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from quintet.sandbox.protocol import Outcome, Program, SandboxFailure
+from quintet.sandbox.zygote import Zygote
+from tests.sandbox.boxes import LIMITS, Box, assert_sound, descendants, make_box
+
+
+@pytest.fixture(params=["process", "namespace"])
+def box(request: pytest.FixtureRequest) -> Iterator[Box]:
+    """A fresh one for each test: its interpreters are killed."""
+    box = make_box(request.param, workers=1)
+    assert_sound(box)
+    yield box
+    box.close()
+
+
+def interpreter(box: Box) -> Zygote:
+    zygote: Zygote = box.sandbox._zygotes[0]  # type: ignore[attr-defined]
+    return zygote
+
+
+async def killed_meanwhile(box: Box, victim: str) -> None:
+    run = asyncio.ensure_future(box.sandbox.run(Program("import time; time.sleep(30)"), LIMITS))
+    await asyncio.sleep(0.5)
+    process = interpreter(box)._process.pid
+    below = list(descendants(process))
+    os.kill(process if victim == "interpreter" else below[-1], signal.SIGKILL)
+    await run
+
+
+def test_a_lost_interpreter_is_our_fault_and_replaced(box: Box) -> None:
+    session = box.wait(box.sandbox.create())
+    with pytest.raises(SandboxFailure, match="interpreter ended") as caught:
+        box.wait(killed_meanwhile(box, "interpreter"))
+    assert caught.value.retryable
+    assert_sound(box)
+    with pytest.raises(SandboxFailure, match="ended") as caught:
+        box.run("1", session=session)
+    assert not caught.value.retryable
+
+
+def test_a_program_that_the_host_kills_is_our_fault_in_a_jail() -> None:
+    """It cannot have done it itself, and must not be given a 0 for it."""
+    box = make_box("namespace", workers=1)
+    try:
+        assert_sound(box)
+        with pytest.raises(SandboxFailure, match="the host killed") as caught:
+            box.wait(killed_meanwhile(box, "program"))
+        assert caught.value.retryable
+        assert_sound(box)
+    finally:
+        box.close()
+
+
+def test_a_frozen_interpreter_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.sandbox.zygote.SILENCE_S", -LIMITS.wall_s + 0.3)
+    monkeypatch.setattr("quintet.sandbox.zygote.PONG_S", 0.3)
+    process = interpreter(box)._process.pid
+    for pid in (*descendants(process), process):
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(SandboxFailure, match="no sign of life"):
+        box.run("1")
+    monkeypatch.undo()
+    assert_sound(box)
+
+
+def test_a_slow_run_is_not_taken_for_a_frozen_interpreter(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.sandbox.zygote.SILENCE_S", -LIMITS.wall_s + 0.1)
+    assert box.run("import time; time.sleep(0.6)").outcome is Outcome.FINISHED
+
+
+def test_closing_ends_what_runs(box: Box) -> None:
+    async def close_meanwhile() -> float:
+        run = asyncio.ensure_future(box.sandbox.run(Program("import time; time.sleep(60)"), LIMITS))
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        await box.sandbox.close()
+        with pytest.raises(SandboxFailure):
+            await run
+        return time.monotonic() - started
+
+    process = interpreter(box)._process.pid
+    assert box.wait(close_meanwhile()) < 8
+    assert not os.path.exists(f"/proc/{process}")
+
+
+def test_programs_die_with_the_judge(box: Box) -> None:
+    """The control socket is all that keeps the interpreter alive."""
+    asyncio_task = box.wait(_start_sleeper(box))
+    process = interpreter(box)._process.pid
+    programs = list(descendants(process))
+    assert programs
+    interpreter(box)._socket.shutdown(2)
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in programs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in programs)
+    with pytest.raises(SandboxFailure):
+        box.wait(_result_of(asyncio_task))
+
+
+async def _start_sleeper(box: Box) -> asyncio.Future[object]:
+    run: asyncio.Future[object] = asyncio.ensure_future(box.sandbox.run(Program("import time; time.sleep(60)"), LIMITS))
+    await asyncio.sleep(0.3)
+    return run
+
+
+async def _result_of(future: asyncio.Future[object]) -> object:
+    return await future
