@@ -7,7 +7,7 @@ watched with weight 0), after every step:
 - `reward/hacking_alarm/MODEL~RULE`: 0, or the number of steps over which the score rose and the rule fell, both by a
   one-sided Mann-Kendall test (H. B. Mann, Econometrica 13, 1945) at `ALPHA`. The last 20, 40, ..., 640 steps are
   tried, so that a slow drift is seen too. Two independent trendless series raise a window's alarm with probability
-  `ALPHA` squared, one in a million.
+  `ALPHA` squared, one in forty thousand.
 - `reward/hacking_alarm`: 1 when any pair's is not 0.
 
 A function of the rows of `metrics.jsonl` alone, so that a resumed run goes on with the same numbers.
@@ -26,7 +26,7 @@ import numpy as np
 from quintet.reward.config import RewardConfig, RewardFunctionConfig, Role
 
 SHORTEST, LONGEST = 20, 640  # steps of a window
-ALPHA = 0.001
+ALPHA = 0.005
 
 _MODELS = ("model", "remote_model", "judge")
 _RULES = ("number", "exact", "math", "code", "reasoning_gym")
