@@ -250,3 +250,25 @@ def test_the_recipe_names_the_place_of_a_wrong_gate() -> None:
     functions = [{"fn": "exact"}, {"fn": "format", "gate": {"prt": "exact"}}]
     with pytest.raises(QuintetError, match=r"reward\.functions\.1\.gate\.prt"):
         load_config({"reward": {"functions": functions}})
+
+
+def test_gdpo_which_mixes_the_parts_itself_is_told_what_is_only_watched() -> None:
+    from quintet.config import load_config
+
+    def gdpo(function: dict[str, Any], **weights: float) -> None:
+        advantage = {"name": "gdpo", "weights": weights}
+        load_config(
+            {
+                "algorithm": {"preset": "gdpo", "advantage": advantage},
+                "reward": {"functions": [{"fn": "format"}, function]},
+            }
+        )
+
+    gdpo({"fn": "exact"})
+    gdpo({"fn": "exact", "weight": 0}, exact=0)
+    with pytest.raises(QuintetError, match="`exact` is only watched"):
+        gdpo({"fn": "exact", "weight": 0})
+    with pytest.raises(QuintetError, match="`exact` has normalize, which has no effect"):
+        gdpo({"fn": "exact", "normalize": "group_std"})
+    with pytest.raises(QuintetError, match="`exact` has a gate, which has no effect"):
+        gdpo({"fn": "exact", "gate": {"part": "format"}})
