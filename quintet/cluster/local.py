@@ -50,7 +50,7 @@ from quintet.observe.timeline import Timeline
 from quintet.observe.trace import ChromeTrace
 from quintet.observe.trackers import open_trackers
 from quintet.protocols import RewardService, RolloutWorker
-from quintet.reward.service import LocalRewardService
+from quintet.reward.factory import ManagedRewardService, make_reward_service
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Group, MetricSink, StepMetrics
@@ -139,7 +139,7 @@ class LocalRun:
                     sink.close()
         return self._summary
 
-    def _leave_out_ungradable(self, data: Data, reward: LocalRewardService) -> None:
+    def _leave_out_ungradable(self, data: Data, reward: ManagedRewardService) -> None:
         """Prompts whose own reference answer no rule can grade would only teach that everything is wrong."""
         for prompts in (data.train, data.held_out):
             bad = dict(reward.unusable_references(prompts))
@@ -151,7 +151,7 @@ class LocalRun:
     # -- stages ----------------------------------------------------------------------------------
 
     async def _train(
-        self, base: Base, data: Data, reward: RewardService, checkpoint: Path | None, state: ControllerState
+        self, base: Base, data: Data, reward: ManagedRewardService, checkpoint: Path | None, state: ControllerState
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
         store = MemoryStore()
@@ -206,7 +206,7 @@ class LocalRun:
         controller: Controller,
         data: Data,
         rollout: RolloutWorker,
-        reward: RewardService,
+        reward: ManagedRewardService,
         train: LocalTrainWorker,
     ) -> None:
         config = self.config
@@ -222,6 +222,7 @@ class LocalRun:
         async def after_step(metrics: StepMetrics) -> None:
             metrics.values |= self._timeline.step_parts(metrics.values)
             metrics.values |= self._monitor.note(metrics.values)
+            metrics.values |= reward.take_metrics()
             self._log_step(metrics)
             step, last = metrics.step, metrics.step == config.steps
             if config.eval.every and step % config.eval.every == 0 and not last:
@@ -290,9 +291,9 @@ class LocalRun:
         return controller
 
     @contextlib.asynccontextmanager
-    async def _reward_service(self) -> AsyncIterator[LocalRewardService]:
+    async def _reward_service(self) -> AsyncIterator[ManagedRewardService]:
         samples = self.config.rollout.groups_per_step * self.config.rollout.group_size
-        service = LocalRewardService(self.config.reward, functions=self._reward_functions, samples_per_step=samples)
+        service = make_reward_service(self.config.reward, functions=self._reward_functions, samples_per_step=samples)
         try:
             await asyncio.to_thread(service.start)
             yield service

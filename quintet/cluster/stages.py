@@ -20,7 +20,7 @@ from quintet.observe.hacking import verifiable_parts
 from quintet.observe.metrics import JsonlSink
 from quintet.observe.summary import build_summary, write_summary
 from quintet.protocols import RewardService, RolloutWorker
-from quintet.reward.service import LocalRewardService
+from quintet.reward.factory import make_reward_service
 from quintet.types import Group, GroupId, Prompt, QuintetError, Rollout, SamplingParams
 
 EventHandler = Callable[[str, Any], None]
@@ -72,7 +72,7 @@ async def held_out(
     data = load_data(config, base)
     if not data.held_out:
         raise QuintetError("nothing is held out: set data.eval_size above 0 or data.eval_source")
-    service = LocalRewardService(config.reward, functions=functions)
+    service = make_reward_service(config.reward, functions=functions)
     try:
         await asyncio.to_thread(service.start)
         async with _engine(config, base) as rollout:

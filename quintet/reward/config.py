@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Normalize = Literal["none", "range", "sigmoid", "group_std", "group_rank"]
+_OF_THE_SERVICE = ("functions", "workers", "timeout_s")
 Role = Literal["rule", "model", "other"]
 
 
@@ -66,6 +67,13 @@ class RewardFunctionConfig(BaseModel):
 class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    url: str | list[str] | None = Field(
+        None,
+        min_length=1,
+        description="a reward service elsewhere (`quintet serve reward`), or several equal ones; null: in this process",
+    )
+    api_key_env: str | None = Field(None, description="with url: the environment variable that holds its key")
+
     functions: list[RewardFunctionConfig] = Field(
         default_factory=lambda: [RewardFunctionConfig.model_validate({"fn": "number"})], min_length=1
     )
@@ -82,6 +90,17 @@ class RewardConfig(BaseModel):
     max_failure_frac: float = Field(
         0.5, gt=0.0, le=1.0, description="stop when more than this share of a step's samples failed"
     )
+
+    @model_validator(mode="after")
+    def _check_url(self) -> Self:
+        if self.url is None and self.api_key_env is not None:
+            raise ValueError("api_key_env goes with url")
+        fields = type(self).model_fields
+        defaults = {name: fields[name].get_default(call_default_factory=True) for name in _OF_THE_SERVICE}
+        elsewhere = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.url is not None and elsewhere:
+            raise ValueError(f"with url, {elsewhere[0]} has no effect here: it belongs to the recipe of the service")
+        return self
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:

@@ -34,6 +34,9 @@ class CallTimeout(FunctionFailed):
 class WorkerDied(FunctionFailed):
     """The worker process ended in the middle of a call (a crash, `os._exit`, the out-of-memory killer)."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
 
 class MissingColumn(FunctionFailed):
     """The function requires a parameter for which the data has no column: a mistake in the recipe, it always stops."""

@@ -134,6 +134,10 @@ RULES: dict[str, Rule] = {
 IMPORTS = {"math": "quintet.reward.math", "reasoning_gym": "reasoning_gym"}
 
 
+# short and bounded, so that the samples of a group may share a call and its limit
+BATCHED = frozenset({"math"})
+
+
 def needs_pool(rule: str, args: Mapping[str, Any]) -> bool:
     """Whether a call may take long on hostile input, and so belongs into the process pool."""
     return rule in ("math", "reasoning_gym") or args.get("pattern") is not None

@@ -11,7 +11,8 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,13 +22,14 @@ from quintet.reward.background import AsyncGrader, BackgroundLoop
 from quintet.reward.calling import GradingFunction, Signature
 from quintet.reward.config import RewardConfig, RewardFunctionConfig
 from quintet.reward.errors import CallTimeout, FunctionFailed, MissingColumn, RewardError, WorkerDied
+from quintet.reward.failures import FailureWindow, Timings
 from quintet.reward.loading import ASYNC_GRADERS, FunctionSource, check_rule_args, make_async_grader
 from quintet.reward.mixture import Fault, Outcome, Term, combine_group, first_fault, required
 from quintet.reward.model import MODEL, check_model_args
 from quintet.reward.pool import ProcessSlot, SlotPool, ThreadSlot
-from quintet.reward.rules import RULES, reference_fault
-from quintet.reward.sample import Sample, Verdict, sample_of
-from quintet.types import Failure, FailureKind, FinishReason, Group, Prompt, QuintetError, Rollout, Score
+from quintet.reward.rules import BATCHED, RULES, reference_fault
+from quintet.reward.sample import Sample, Verdict, rollout_failure, sample_of
+from quintet.types import FailureKind, Group, Prompt, QuintetError, Score
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class _Part:
     @property
     def name(self) -> str:
         return self.term.name
+
+    @property
+    def batched(self) -> bool:
+        """A built-in whose calls are short and bounded: the samples of a group go to a worker together."""
+        return self.pool is not None and self.source is not None and self.source.spec in BATCHED
 
     def reference_fault(self, prompt: Prompt) -> str | None:
         if self.grader is not None:
@@ -86,9 +93,8 @@ class LocalRewardService:
                 raise QuintetError(f"two reward functions are called `{name}`: give one a `name` (reward.functions)")
         self._terms = [part.term for part in self._parts]
         self._watch_faults: set[str] = set()
-        self._samples_per_step = samples_per_step
-        self._window_samples = 0
-        self._window_faults: list[Fault] = []
+        self._window = FailureWindow(config, samples_per_step)
+        self._timings = Timings()
         self._pools: list[SlotPool] = []
         self._background: BackgroundLoop | None = None
         self._started = False
@@ -153,8 +159,13 @@ class LocalRewardService:
         """
         self.start()
         scored = await asyncio.gather(*(self._score_group(group) for group in groups))
-        self._check_failures(sum(len(scores) for scores, _ in scored), [f for _, faults in scored for f in faults])
+        faults = [(fault.function, fault.reason) for _, found in scored for fault in found]
+        self._window.note(sum(len(scores) for scores, _ in scored), faults)
         return [scores for scores, _ in scored]
+
+    def take_metrics(self) -> dict[str, float]:
+        """How long grading took since the last call, see `Timings.take`."""
+        return self._timings.take()
 
     def _start_graders(self, graders: list[AsyncGrader]) -> None:
         if not graders:
@@ -170,7 +181,7 @@ class LocalRewardService:
     def _start_processes(self, parts: list[_Part]) -> None:
         sources = [part.source for part in parts if part.source is not None]
         slots = [ProcessSlot(sources) for _ in range(self._config.workers)]
-        self._place(parts, SlotPool(slots))
+        self._place(parts, SlotPool(slots, lambda: ProcessSlot(sources)))
         try:
             found = [slot.wait_ready() for slot in slots]
         except QuintetError:
@@ -186,7 +197,7 @@ class LocalRewardService:
 
     async def _score_group(self, group: Group) -> tuple[list[Score], list[Fault]]:
         """Scores of the group's rollouts, and the first fault of each sample that a function failed on."""
-        lost = [_rollout_failure(rollout) for rollout in group.rollouts]
+        lost = [rollout_failure(rollout) for rollout in group.rollouts]
         graded = [i for i, failure in enumerate(lost) if failure is None]
         columns = await self._columns([sample_of(group, i) for i in graded], group.prompt.task_type)
         scores = [Score(None, failure=failure) for failure in lost]
@@ -232,72 +243,79 @@ class LocalRewardService:
         called = [i for i, s in enumerate(samples) if part.truncated == "grade" or not s.truncated]
         if not called:
             return outcomes
+        together = [samples[i] for i in called]
         if part.grader is not None and self._background is not None:
-            results = await self._background.wait(_grade_all(part.name, part.grader, [samples[i] for i in called]))
+            results = await self._background.wait(self._grade_all(part.name, part.grader, together))
         elif part.signature is Signature.TRL:
-            results = await self._grade_together(part, [samples[i] for i in called])
+            results = await self._grade_together(part, together, self._config.timeout_s * len(together))
+        elif part.batched:
+            results = await self._grade_together(part, together, self._config.timeout_s)
         else:
-            results = list(await asyncio.gather(*(self._grade_one(part, samples[i]) for i in called)))
+            results = list(await asyncio.gather(*(self._grade_one(part, sample) for sample in together)))
         for i, result in zip(called, results, strict=True):
             outcomes[i] = result
         return outcomes
 
-    async def _grade_together(self, part: _Part, samples: list[Sample]) -> list[Outcome]:
+    async def _grade_all(self, name: str, grader: AsyncGrader, samples: list[Sample]) -> list[Outcome]:
+        async def call(sample: Sample) -> Verdict:
+            start = time.perf_counter()
+            try:
+                return await grader.grade(sample)
+            finally:
+                self._timings.note(time.perf_counter() - start)
+
+        return list(await asyncio.gather(*(_outcome(name, functools.partial(call, sample)) for sample in samples)))
+
+    async def _grade_together(self, part: _Part, samples: list[Sample], limit_s: float) -> list[Outcome]:
         """One call for the group; if it hangs or kills its worker, once more sample by sample to find the culprit."""
         try:
-            return [_finite(part.name, verdict) for verdict in await self._call(part, samples)]
-        except (CallTimeout, WorkerDied) as error:
-            if len(samples) == 1:
-                return [Fault.of(part.name, error)]
-            return list(await asyncio.gather(*(self._grade_one(part, sample) for sample in samples)))
+            return [_finite(part.name, verdict) for verdict in await self._call(part, samples, limit_s)]
         except FunctionFailed as error:
+            if len(samples) > 1 and (part.batched or isinstance(error, (CallTimeout, WorkerDied))):
+                return list(await asyncio.gather(*(self._grade_one(part, sample) for sample in samples)))
             return [Fault.of(part.name, error)] * len(samples)
 
     async def _grade_one(self, part: _Part, sample: Sample) -> Outcome:
-        try:
-            return _finite(part.name, (await self._call(part, [sample]))[0])
-        except FunctionFailed as error:
-            return Fault.of(part.name, error)
+        async def call() -> Verdict:
+            return (await self._call(part, [sample], self._config.timeout_s))[0]
 
-    async def _call(self, part: _Part, samples: list[Sample]) -> list[Verdict]:
+        return await _outcome(part.name, call)
+
+    async def _call(self, part: _Part, samples: list[Sample], limit_s: float) -> list[Verdict]:
+        seconds = limit_s
         try:
             if part.pool is not None:
-                return await part.pool.call(part.index, samples, self._config.timeout_s * len(samples))
+                reply = await part.pool.call(part.index, samples, limit_s)
+                seconds = reply.seconds
+                return reply.verdicts
             assert part.function is not None  # start() has loaded what has no pool
             await asyncio.sleep(0)  # many quick rules in a row still let the loop breathe
-            return part.function(samples)
+            start = time.perf_counter()
+            verdicts = part.function(samples)
+            seconds = time.perf_counter() - start
+            return verdicts
         except MissingColumn as error:
             raise RewardError(part.name, error.message) from error
-
-    def _check_failures(self, samples: int, faults: list[Fault]) -> None:
-        if faults and self._config.on_failure == "stop":
-            raise RewardError(faults[0].function, faults[0].reason)
-        self._window_samples += samples
-        self._window_faults.extend(faults)
-        if self._window_samples < (self._samples_per_step or 1):
-            return
-        total, window = self._window_samples, self._window_faults
-        self._window_samples, self._window_faults = 0, []
-        if len(window) > self._config.max_failure_frac * total:
-            raise RewardError(
-                window[0].function,
-                f"{len(window)} of {total} samples failed, more than reward.max_failure_frac "
-                f"{self._config.max_failure_frac:g} allows; the first: {window[0].reason}",
-            )
+        finally:
+            for _ in samples:
+                self._timings.note(seconds / len(samples))
 
 
 def _skips(part: _Part) -> bool:
     return part.term.gate is not None and part.term.gate.skip
 
 
-async def _grade_all(name: str, grader: AsyncGrader, samples: list[Sample]) -> list[Outcome]:
-    async def grade(sample: Sample) -> Outcome:
+async def _outcome(name: str, call: Callable[[], Awaitable[Verdict]]) -> Outcome:
+    """What a call gives for one sample; it is made once more after a fault that may pass."""
+    try:
         try:
-            return _finite(name, await grader.grade(sample))
+            return _finite(name, await call())
         except FunctionFailed as error:
-            return Fault.of(name, error)
-
-    return list(await asyncio.gather(*(grade(sample) for sample in samples)))
+            if not error.retryable:
+                raise
+            return _finite(name, await call())
+    except FunctionFailed as error:
+        return Fault.of(name, error)
 
 
 def _finite(name: str, verdict: Verdict) -> Outcome:
@@ -305,15 +323,6 @@ def _finite(name: str, verdict: Verdict) -> Outcome:
     if verdict.value is None or math.isfinite(verdict.value):
         return verdict
     return Fault(name, FailureKind.GRADER, f"returned {verdict.value}, expected a finite number or None")
-
-
-def _rollout_failure(rollout: Rollout) -> Failure | None:
-    """Why a rollout is not graded at all: the engine or the environment gave no whole response."""
-    if rollout.failure is not None:
-        return rollout.failure
-    if rollout.finish_reason in (FinishReason.ABORTED, FinishReason.FAILED):
-        return Failure(FailureKind.UNSCORED, f"the rollout was {rollout.finish_reason}", retryable=True)
-    return None
 
 
 def _part_of_config(config: RewardFunctionConfig, timeout_s: float) -> _Part:

@@ -240,7 +240,7 @@ def test_other_texts_and_towers_are_not_worth_asking_about(gold: str, answer: st
 
 
 def test_rows_are_graded_with_reasons() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"gold": "1/2", "answer": "0.5", "expect": True},
         {"gold": "5\\text{ cm}", "answer": "5\\text{ m}", "form": "final", "expect": True},
         {"gold": "8", "answer": r"\boxed{8} no, \boxed{6}", "form": "response", "expect": False},
