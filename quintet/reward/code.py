@@ -215,16 +215,10 @@ class CodeGrader:
         return list(await asyncio.gather(*(one(case) for case in cases)))
 
     async def _run(self, program: Program) -> RunResult:
-        """Once more after a fault of the sandbox that may not come again."""
         if self._sandbox is None:
             raise QuintetError(f"reward function `{self._name}` was not started")
         try:
-            try:
-                return await self._sandbox.run(program, self._limits)
-            except SandboxFailure as error:
-                if not error.retryable:
-                    raise
-                return await self._sandbox.run(program, self._limits)
+            return await self._sandbox.run(program, self._limits)
         except SandboxFailure as error:
             raise FunctionFailed(f"sandbox: {error}", FailureKind.SANDBOX, retryable=error.retryable) from error
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from typing import Any
 
+from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, Sandbox, SandboxFailure, Value
 
 PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
@@ -21,6 +22,7 @@ class InlineSandbox(Sandbox):
         self.seen: list[str] = []
         self.faults = faults or []
         self.runs = 0
+        self.closed = False
 
     async def run(self, program: Program, limits: Limits, session: str | None = None) -> RunResult:
         self.runs += 1
@@ -48,7 +50,8 @@ class InlineSandbox(Sandbox):
             sys.stdin = stdin
         return RunResult(outcome, out.getvalue(), err.getvalue(), tuple(values), status)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.closed = True
 
     async def create(self) -> str:
         raise NotImplementedError("this stand-in has no sessions")
@@ -64,6 +67,28 @@ class InlineSandbox(Sandbox):
 
     async def destroy(self, session: str) -> None:
         raise NotImplementedError
+
+
+class LosesEveryThirdRun(InlineSandbox):
+    """As a back end of a recipe: `backend: tests.reward.inline_sandbox:LosesEveryThirdRun`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    async def run(self, program: Program, limits: Limits, session: str | None = None) -> RunResult:
+        if self.runs % 3 == 2:
+            self.faults.append(SandboxFailure("a worker was lost"))
+        return await super().run(program, limits, session)
+
+
+class LosesEveryRun(LosesEveryThirdRun):
+    """All but the first, which `start` makes."""
+
+    async def run(self, program: Program, limits: Limits, session: str | None = None) -> RunResult:
+        if self.runs > 0:
+            self.faults.append(SandboxFailure("a worker was lost"))
+        return await InlineSandbox.run(self, program, limits, session)
 
 
 def _copy(value: Any) -> Any:

@@ -17,10 +17,12 @@ from quintet.reward.code_tests.cases import UnusableTests
 from quintet.reward.code_tests.compare import printed_equal, values_equal
 from quintet.reward.code_tests.extract import fill_template, last_block
 from quintet.reward.code_tests.reading import read_tests
+from quintet.reward.config import RewardConfig
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.sample import Sample, Verdict
+from quintet.reward.service import LocalRewardService
 from quintet.sandbox.protocol import SandboxFailure
-from quintet.types import FailureKind, Prompt, QuintetError
+from quintet.types import FailureKind, FinishReason, Group, GroupId, Prompt, QuintetError, Rollout, Score
 from tests.reward.inline_sandbox import InlineSandbox
 
 
@@ -386,17 +388,51 @@ def test_test_code_that_fails_by_itself_is_a_failure_not_a_0(test: str, reason: 
 # -- faults of the sandbox, options ---------------------------------------------------------------
 
 
-def test_a_fault_of_the_sandbox_is_tried_once_more_and_then_a_failure() -> None:
-    tests = [{"input": "", "output": "3"}]
-    once = InlineSandbox([SandboxFailure("a worker was lost")])
-    assert grade("print(3)", tests, once).value == 1.0 and once.runs == 2
-    with pytest.raises(FunctionFailed, match="sandbox: a worker was lost") as caught:
-        grade("print(3)", tests, InlineSandbox([SandboxFailure("a worker was lost")] * 2))
-    assert caught.value.kind is FailureKind.SANDBOX and caught.value.retryable
-    never = InlineSandbox([SandboxFailure("no space", retryable=False)])
-    with pytest.raises(FunctionFailed):
-        grade("print(3)", tests, never)
-    assert never.runs == 1
+def test_a_fault_of_the_sandbox_is_a_failure_that_says_whether_a_retry_may_help() -> None:
+    for retryable in (True, False):
+        sandbox = InlineSandbox([SandboxFailure("a worker was lost", retryable=retryable)])
+        with pytest.raises(FunctionFailed, match="sandbox: a worker was lost") as caught:
+            grade("print(3)", [{"input": "", "output": "3"}], sandbox)
+        assert caught.value.kind is FailureKind.SANDBOX and caught.value.retryable is retryable
+
+
+def service(backend: str) -> LocalRewardService:
+    args = {"extract": "whole", "sandbox": {"backend": f"tests.reward.inline_sandbox:{backend}"}}
+    config = RewardConfig.model_validate({"functions": [{"fn": "code", "args": args}], "max_failure_frac": 1.0})
+    return LocalRewardService(config)
+
+
+def scored(service: LocalRewardService, codes: list[str], tests: list[dict[str, Any]] | None) -> list[Score]:
+    group_id = GroupId("p")
+    rollouts = [Rollout(group_id, i, [1], [1], code, [0.0], [1], [], FinishReason.STOP) for i, code in enumerate(codes)]
+    group = Group(group_id, Prompt("p", [1], test_cases=tests), rollouts)
+    try:
+        return asyncio.run(service.score([group]))[0]
+    finally:
+        service.close()
+
+
+def test_in_the_reward_service_a_lost_run_is_made_once_more() -> None:
+    tests = [{"function": "f", "args": [i], "expected": 2 * i} for i in range(3)]
+    codes = ["def f(x):\n    return x * 2", "def f(x):\n    return x"] * 4
+    scores = scored(service("LosesEveryThirdRun"), codes, tests)
+    assert [score.reward for score in scores] == [1.0, 0.0] * 4
+    assert scores[1].info == {"code": {"passed": 1, "tests": 3, "reason": "f(1) is 1, expected 2"}}
+    lost = scored(service("LosesEveryRun"), codes[:2], tests)
+    failures = [score.failure for score in lost]
+    assert [score.reward for score in lost] == [None, None]
+    assert all(f is not None and f.kind is FailureKind.SANDBOX and f.retryable for f in failures)
+
+
+def test_prompts_without_usable_tests_are_reported_when_data_is_loaded() -> None:
+    prompts = [
+        Prompt("a", [1], test_cases=asserts("assert f(1) == 1")),
+        Prompt("b", [1]),
+        Prompt("c", [1], test_cases=asserts("assert 1 == 1")),
+    ]
+    found = service("InlineSandbox").unusable_references(prompts)
+    assert [row for row, _ in found] == [1, 2]
+    assert found[0][1] == "its tests cannot be run: there are none (data.columns.test_cases)"
 
 
 @pytest.mark.parametrize(
