@@ -97,8 +97,8 @@ def required(terms: Sequence[Term]) -> frozenset[str]:
 
 def first_fault(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Fault | None:
     """The first fault of a sample that costs it its reward."""
-    needed = required(terms)
-    return next((o for t, o in zip(terms, outcomes, strict=True) if isinstance(o, Fault) and t.name in needed), None)
+    faults = [outcome for outcome in outcomes if isinstance(outcome, Fault)]
+    return next((fault for fault in faults if fault.function in required(terms)), None)
 
 
 def combine_group(terms: Sequence[Term], columns: Sequence[Sequence[Outcome]]) -> list[Score]:
