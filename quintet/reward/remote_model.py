@@ -1,6 +1,7 @@
 """A reward model behind HTTP: `fn: remote_model, args: {urls: [...], model: NAME, api: classify}`.
 
-Speaks to vLLM's pooling server (0.11 and later; SGLang and others that copy its routes) by one of three routes:
+Speaks to vLLM's pooling server (since 0.14; an older one ignores `use_activation` and answers probabilities) by one of
+three routes:
 
 - `classify`: `POST /classify`, a sequence classifier; the value is `data[i].probs[label]`
 - `pooling`: `POST /pooling`, any pooler; `data[i].data[label]`, of the last token where it gives one row per token
