@@ -8,6 +8,7 @@ holds nothing of one candidate that the next could read.
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import struct
 from dataclasses import dataclass
@@ -17,15 +18,16 @@ from signal import SIGKILL
 from typing import Any
 
 from quintet.sandbox.config import SandboxConfig
-from quintet.sandbox.jail.data import NotData, decode, encode
+from quintet.sandbox.jail.data import NotData, decode
 from quintet.sandbox.jail.isolation import SNAPSHOT_BYTES
 from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, SandboxFailure, Value
 from quintet.sandbox.snapshot import check_restorable
 from quintet.sandbox.zygote import Jail, Zygote
 from quintet.types import QuintetError
 
-REQUEST_BYTES = 256 << 20
 STATE_LIMITS = Limits(wall_s=60.0, cpu_s=60.0)  # for taking and loading a snapshot
+RECORD_BYTES = 2048  # what a record may take beside its value
+QUICK_BYTES = 100_000  # results that are read on the spot, within milliseconds
 _REASONS = {"wall": Outcome.WALL_TIME, "cpu": Outcome.CPU_TIME}
 _LENGTH = struct.Struct("<I")
 
@@ -61,14 +63,16 @@ class ZygotePool:
         request = _program_request(program, limits)
         if session is not None:
             request["name"] = "__main__"
-        with _Files(request, program.stdin) as files:
-            answer = await self._answer(files, limits, session)
-            return _result(answer, files, limits, len(program.calls) + len(program.expressions))
+        async with self._places:
+            with _Files(request, program.stdin) as files:
+                answer = await self._answer(files, limits, session)
+                reading = (answer, files, limits, len(program.calls) + len(program.expressions))
+                if files.result_bytes() < QUICK_BYTES:
+                    return _result(*reading)
+                return await asyncio.to_thread(_result, *reading)  # large values take long to read
 
     async def snapshot(self, session: str) -> bytes:
-        with _Files({"op": "snapshot", "value_bytes": SNAPSHOT_BYTES}, "") as files:
-            await self._answer(files, STATE_LIMITS, session)
-            records = files.records(SNAPSHOT_BYTES + 4096)
+        records = await self._state({"op": "snapshot", "value_bytes": SNAPSHOT_BYTES}, session)
         if records and records[0][:1] == ("snapshot",) and isinstance(records[0][-1], bytes):
             return records[0][-1]
         raise SandboxFailure(f"{session} cannot be captured: {_complaint(records)}", retryable=False)
@@ -76,9 +80,7 @@ class ZygotePool:
     async def restore(self, snapshot: bytes) -> str:
         check_restorable(snapshot)
         session = await self.create()
-        with _Files({"op": "restore", "snapshot": snapshot, "value_bytes": 4096}, "") as files:
-            await self._answer(files, STATE_LIMITS, session)
-            records = files.records(1 << 20)
+        records = await self._state({"op": "restore", "snapshot": snapshot, "value_bytes": 4096}, session)
         if records == [("end",)]:
             return session
         await self.destroy(session)
@@ -86,7 +88,12 @@ class ZygotePool:
 
     async def fork(self, session: str, n: int) -> list[str]:
         snapshot = await self.snapshot(session)
-        return list(await asyncio.gather(*(self.restore(snapshot) for _ in range(n))))
+        made = await asyncio.gather(*(self.restore(snapshot) for _ in range(n)), return_exceptions=True)
+        sessions = [session for session in made if isinstance(session, str)]
+        for failure in (failure for failure in made if isinstance(failure, BaseException)):
+            await asyncio.gather(*map(self.destroy, sessions))
+            raise failure
+        return sessions
 
     async def destroy(self, session: str) -> None:
         found = self._sessions.pop(session, None)
@@ -114,14 +121,20 @@ class ZygotePool:
                 self._zygotes[i] = Zygote(self._jail)
         await asyncio.gather(*(zygote.ready() for zygote in self._zygotes if zygote is not None))
 
+    async def _state(self, request: dict[str, Any], session: str) -> list[tuple[Any, ...]]:
+        """The records of taking or loading a snapshot."""
+        async with self._places:
+            with _Files(request, "") as files:
+                await self._answer(files, STATE_LIMITS, session)
+                return files.records(SNAPSHOT_BYTES + 4096, 1)
+
     async def _answer(self, files: _Files, limits: Limits, session: str | None) -> dict[str, Any]:
         """Runs what is in `files`; how that ended. Raises SandboxFailure for what is not the program's doing."""
         times = {"wall_s": limits.wall_s, "cpu_s": limits.cpu_s}
         if session is None:
-            async with self._places:
-                zygote = await self._zygote()
-                message = {"op": "start", "id": zygote.new_id(), "limits": _fork_limits(limits, session=False)}
-                answer = await zygote.run(message | times, files.descriptors)
+            zygote = await self._zygote()
+            message = {"op": "start", "id": zygote.new_id(), "limits": _fork_limits(limits, session=False)}
+            answer = await zygote.run(message | times, files.descriptors)
         else:
             answer = await self._session_answer(session, times, files)
         if answer.get("fault"):
@@ -139,7 +152,7 @@ class ZygotePool:
             session = self._sessions.pop(name) and None
         if session is None:
             raise SandboxFailure(f"there is no session {name}, or it has ended", retryable=False)
-        async with session.lock, self._places:
+        async with session.lock:
             answer = await session.zygote.run({"op": "run", "id": session.id} | times, files.descriptors)
         if answer.get("gone") or answer["status"] is not None:
             self._sessions.pop(name, None)
@@ -158,13 +171,13 @@ class _Files:
 
     def __enter__(self) -> _Files:
         try:
-            request = encode(self._request, REQUEST_BYTES)
+            request = marshal.dumps(self._request, 2)  # format 2: what is shared among arguments comes out apart
             stdin = self._stdin.encode("utf-8", "replace")
             for content in (request, stdin, b"", b"", b""):
                 self.descriptors.append(_memory_file(content))
-        except NotData as error:
+        except ValueError:
             self.__exit__()
-            raise QuintetError(f"the program's files, arguments or expressions: {error}") from None
+            raise QuintetError("the program's arguments are not plain data: None, bool, int, float, str, ...") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,11 +190,15 @@ class _Files:
         size = os.fstat(out).st_size + os.fstat(err).st_size
         return os.pread(out, limit, 0), os.pread(err, limit, 0), size > limit
 
-    def records(self, limit: int) -> list[tuple[Any, ...]]:
+    def result_bytes(self) -> int:
+        return os.fstat(self.descriptors[-1]).st_size
+
+    def records(self, limit: int, at_most: int) -> list[tuple[Any, ...]]:
         """What the fork wrote down, as far as it can be read: it may have written anything."""
         data = os.pread(self.descriptors[-1], limit, 0)
-        found, position = [], 0
-        while position + _LENGTH.size <= len(data):
+        found: list[tuple[Any, ...]] = []
+        position = 0
+        while position + _LENGTH.size <= len(data) and len(found) < at_most:
             (size,) = _LENGTH.unpack_from(data, position)
             position += _LENGTH.size + size
             try:
@@ -233,7 +250,7 @@ def _file_bytes(limits: Limits) -> int:
 
 def _result(answer: dict[str, Any], files: _Files, limits: Limits, asked: int) -> RunResult:
     out, err, flooded = files.output(limits.output_bytes)
-    records = files.records(_file_bytes(limits))
+    records = files.records(limits.output_bytes + RECORD_BYTES * (asked + 1), asked + 1)
     values = [record for record in records if record[0] == "value" and len(record) == 5][:asked]
     final = next((record for record in records if record[0] in ("end", "error", "exit")), None)
     return RunResult(
@@ -265,7 +282,7 @@ def _exit_code(status: int | None, final: tuple[Any, ...] | None) -> int | None:
     if status is not None and os.WIFSIGNALED(status):
         return None
     if final is not None and final[0] == "exit" and type(final[-1]) is int:
-        return final[-1]
+        return final[-1] & 0xFF
     if final is not None and final[0] == "error":
         return 1
     return os.WEXITSTATUS(status) if status else 0
@@ -275,7 +292,7 @@ def _value(record: tuple[Any, ...], out: bytes) -> Value:
     _, data, error, start, end = record
     printed = out[start:end].decode("utf-8", "replace") if type(start) is int and type(end) is int else ""
     if type(data) is not bytes:
-        return Value(error=str(error), stdout=printed)
+        return Value(error=error if type(error) is str else "malformed", stdout=printed)
     try:
         return Value(value=decode(data), stdout=printed)
     except NotData as fault:
@@ -283,4 +300,5 @@ def _value(record: tuple[Any, ...], out: bytes) -> Value:
 
 
 def _complaint(records: list[tuple[Any, ...]]) -> str:
-    return str(records[0][-1])[:300] if records else "its interpreter ended"
+    reason = records[0][-1] if records else "its interpreter ended"
+    return reason[:300] if type(reason) is str else "it wrote nonsense"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from quintet.sandbox.jail.data import NotData, decode
+from quintet.sandbox.jail.data import decode
 from quintet.types import QuintetError
 
 FORMAT = 1  # of jail.state
@@ -25,11 +25,11 @@ def describe(snapshot: bytes) -> SnapshotInfo:
     try:
         parts = decode(snapshot)
         if parts["format"] != FORMAT:
-            raise QuintetError(f"a snapshot of format {parts['format']!r}, where {FORMAT} is understood")
+            raise QuintetError(f"a snapshot of another format than {FORMAT}, the only one understood")
         files = {str(name): len(content) for name, content in parts["files"].items() if content is not None}
         missing = {str(name): str(reason) for name, reason in parts["missing"].items()}
         return SnapshotInfo(str(parts["python"]), missing, files)
-    except (NotData, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise QuintetError("these bytes are not a snapshot of a session") from None
 
 

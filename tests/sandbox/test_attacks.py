@@ -263,8 +263,10 @@ def f(x): return "wrong"
 
 FORGERY = """
 import os, stat, struct
+int_of_20000_digits = 10**20000
 def record(*parts):
     def enc(x):
+        if x is int_of_20000_digits: return b"i" + struct.pack("<I", 9000) + b"x" * 9000
         if x is None: return b"N"
         if isinstance(x, bytes): return b"b" + struct.pack("<I", len(x)) + x
         if isinstance(x, str): return b"s" + struct.pack("<I", len(x)) + x.encode()
@@ -296,6 +298,9 @@ def test_a_forged_record_claims_a_value_and_nothing_else(box: Box) -> None:
         'record("error", 5)',
         'record("exit", "x")',
         'record("snapshot", b"")',
+        'record("value", None, b"i" + b"x" * 9000, 0, 0)',
+        'record("value", None, int_of_20000_digits, 0, 0)',
+        'record("exit", int_of_20000_digits)',
         "bytes(range(256)) * 100",
         'struct.pack("<I", 2**32 - 1) + b"x"',
         "b't' * 10_000_000",
@@ -313,7 +318,7 @@ def test_keys_chosen_to_collide_do_not_stall_the_judge(box: Box) -> None:
     code = (
         FORGERY
         + """
-n = 60_000
+n = 40_000
 items = b"".join(b"i" + struct.pack("<I", 12) + (i * (2**61 - 1)).to_bytes(12, "little") for i in range(n))
 forge(record("value", b"S" + struct.pack("<I", n) + items, None, 0, 0) + record("end"))
 os._exit(0)
@@ -323,6 +328,34 @@ os._exit(0)
     result = box.run(code, calls=(Call("f", (1,)),))
     assert time.monotonic() - started < 10
     assert result.values[0].error is not None and result.values[0].error.startswith("not data")
+
+
+def test_a_million_records_do_not_stall_the_judge(box: Box) -> None:
+    started = time.monotonic()
+    result = box.run(FORGERY + "forge(record(None) * 700_000)\nos._exit(0)", calls=(Call("f", (1,)),))
+    assert (result.outcome, result.values) == (Outcome.EXITED, ())
+    assert time.monotonic() - started < 5
+
+
+def test_reading_large_values_leaves_the_event_loop_free(box: Box) -> None:
+    async def longest_pause() -> float:
+        program = Program("def f(): return [[None] * 9] * 90_000", calls=(Call("f"),))
+        run = asyncio.ensure_future(box.sandbox.run(program, within(output_bytes=10_000_000)))
+        pauses, before = [0.0], time.monotonic()
+        while not run.done():
+            await asyncio.sleep(0.005)
+            pauses.append(time.monotonic() - before)
+            before = time.monotonic()
+        assert len((await run).values[0].value) == 90_000
+        return max(pauses)
+
+    assert box.wait(longest_pause()) < 0.5
+
+
+def test_values_are_limited_together(box: Box) -> None:
+    values = box.run("def f(): return 'x' * 400_000", calls=(Call("f"),) * 4).values
+    assert [len(value.value or "") for value in values] == [400_000, 400_000, 0, 0]
+    assert values[3].error == "not data: too large"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import shutil
@@ -38,6 +39,9 @@ _FORK = ctypes.PyDLL(None, use_errno=True).fork  # PyDLL: keeps the interpreter'
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
+Ceilings = tuple[tuple[int, tuple[int, int]], ...]  # resource -> soft and hard limit
+
+
 @dataclass(frozen=True)
 class ForkLimits:
     """The limits that hold for a fork's whole life. `file_bytes` is the largest file (output included)."""
@@ -66,7 +70,11 @@ class Isolation(Protocol):
 
     def fork(self) -> int: ...
 
-    def enter(self, place: Place, limits: ForkLimits) -> None:
+    def ceilings(self, limits: ForkLimits) -> Ceilings:
+        """Before the fork, where memory is not yet copied on writing."""
+        ...
+
+    def enter(self, place: Place, limits: ForkLimits, ceilings: Ceilings) -> None:
         """In the fork, before anything of the candidate is read. Raises OSError: then nothing may be run."""
         ...
 
@@ -84,17 +92,20 @@ class Plain:
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._idle_bytes = _address_space(self.proc)
 
+    def ceilings(self, limits: ForkLimits) -> Ceilings:
+        return _ceilings(limits, self._idle_bytes)
+
     def take_place(self, limits: ForkLimits) -> Place:
         return Place(tempfile.mkdtemp(dir=self._base))
 
     def fork(self) -> int:
         return quick_fork()
 
-    def enter(self, place: Place, limits: ForkLimits) -> None:
+    def enter(self, place: Place, limits: ForkLimits, ceilings: Ceilings) -> None:
         os.setsid()
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(place.folder)
-        set_limits(limits, self._idle_bytes)
+        set_limits(ceilings)
 
     def give_back(self, place: Place) -> None:
         assert isinstance(place.folder, str)
@@ -123,6 +134,10 @@ class Jailed:
         self._free: list[Place] = []
         self._check(self._libc.umount2(b"/proc", _DETACH), "hide /proc")
 
+    def ceilings(self, limits: ForkLimits) -> Ceilings:
+        shared = 0 if self._own_users else SHARED_PROCESSES
+        return _ceilings(replace(limits, processes=limits.processes + shared), self._idle_bytes)
+
     def take_place(self, limits: ForkLimits) -> Place:
         for i, place in enumerate(self._free):
             if place.scratch_mb == limits.scratch_mb:
@@ -149,12 +164,11 @@ class Jailed:
             self._check(self._libc.setns(self._pids, _NEWPID), "return to the jail's processes")
         return pid
 
-    def enter(self, place: Place, limits: ForkLimits) -> None:
+    def enter(self, place: Place, limits: ForkLimits, ceilings: Ceilings) -> None:
         self._check(self._libc.setns(place.mounts, _NEWNS), "enter the scratch folder's mounts")
         os.chdir(SCRATCH)
         os.setsid()
-        shared = 0 if self._own_users else SHARED_PROCESSES
-        set_limits(replace(limits, processes=limits.processes + shared), self._idle_bytes)
+        set_limits(ceilings)
         if self._own_users:
             user = FIRST_UID + self._user
             os.setgroups([])
@@ -189,9 +203,10 @@ def quick_fork() -> int:
     return pid
 
 
-def set_limits(limits: ForkLimits, idle_bytes: int) -> None:
+@functools.cache
+def _ceilings(limits: ForkLimits, idle_bytes: int) -> Ceilings:
     """Hard and soft alike, but for the stack: programs raise it themselves, and `memory_mb` bounds it anyway."""
-    hard = {
+    both = {
         resource.RLIMIT_AS: idle_bytes + (limits.memory_mb << 20),
         resource.RLIMIT_FSIZE: limits.file_bytes,
         resource.RLIMIT_NOFILE: OPEN_FILES,
@@ -201,9 +216,13 @@ def set_limits(limits: ForkLimits, idle_bytes: int) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: OPEN_FILES,
     }
-    for kind, value in hard.items():
-        resource.setrlimit(kind, (value, value))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    stack = (resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    return (*((kind, (value, value)) for kind, value in both.items()), stack)
+
+
+def set_limits(ceilings: Ceilings) -> None:
+    for kind, values in ceilings:
+        resource.setrlimit(kind, values)
 
 
 def self_test(*, own_user: bool) -> None:

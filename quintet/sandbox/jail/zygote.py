@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import runner
-from .isolation import ForkLimits, Isolation, Jailed, Place, Plain, self_test
+from .isolation import Ceilings, ForkLimits, Isolation, Jailed, Place, Plain, self_test
 
 MESSAGE_BYTES = 65536
 CHANNEL = 3  # a fork's descriptor of its channel to here
@@ -132,9 +132,10 @@ class Zygote:
     def _fork(self, id: int, limits: ForkLimits, session: bool) -> Fork:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         place = self.isolation.take_place(limits)
+        ceilings = self.isolation.ceilings(limits)
         pid = self.isolation.fork()
         if pid == 0:
-            be_a_fork(theirs, self, place, limits)
+            be_a_fork(theirs, self, place, limits, ceilings)
         theirs.close()
         ours.setblocking(False)
         return Fork(id, pid, ours, place, limits, session)
@@ -143,7 +144,8 @@ class Zygote:
         now = time.monotonic()
         wall_s, cpu_s = message["wall_s"], message["cpu_s"]
         first_check = now + max(CHECK_S, min(wall_s, cpu_s / fork.limits.processes))
-        fork.timer = Timer(wall_s, cpu_s, now, _cpu_s(fork.pid), self._queued_s(fork.pid), first_check)
+        used_s, queued_s = (_cpu_s(fork.pid), self._queued_s(fork.pid)) if fork.session else (0.0, 0.0)
+        fork.timer = Timer(wall_s, cpu_s, now, used_s, queued_s, first_check)
         _signal(fork, signal.SIGCONT)
         try:
             socket.send_fds(fork.channel, [kind], files)
@@ -244,20 +246,22 @@ class Zygote:
         os._exit(0)
 
 
-def be_a_fork(channel: socket.socket, zygote: Zygote, place: Place, limits: ForkLimits) -> None:
+def be_a_fork(channel: socket.socket, zygote: Zygote, place: Place, limits: ForkLimits, ceilings: Ceilings) -> None:
     """Locks itself up, says so, and runs what it is sent. Never returns, whatever happens."""
     try:
-        locked = _locked(channel, zygote.isolation, place, limits)
+        locked = _locked(channel, zygote.isolation, place, limits, ceilings)
         runner.serve(locked, zygote.interpreter, threads=limits.processes > 1)
     finally:
         os._exit(1)  # our own code failed, which a candidate may have brought about: the run has no end record
 
 
-def _locked(channel: socket.socket, isolation: Isolation, place: Place, limits: ForkLimits) -> socket.socket:
+def _locked(
+    channel: socket.socket, isolation: Isolation, place: Place, limits: ForkLimits, ceilings: Ceilings
+) -> socket.socket:
     """The channel, the only descriptor left but for the standard ones, once everything else is out of reach."""
     try:
         signal.set_wakeup_fd(-1)
-        isolation.enter(place, limits)
+        isolation.enter(place, limits, ceilings)
     except BaseException as error:
         channel.send(runner.FAULT + f"{type(error).__name__}: {error}".encode())
         raise
@@ -322,12 +326,12 @@ def main(settings: dict[str, Any]) -> None:
 def test_lock(isolation: Jailed, *, own_users: bool) -> None:
     """Raises RuntimeError when a fork that should be locked up is not."""
     limits = ForkLimits(memory_mb=64, scratch_mb=1, file_bytes=1 << 20, processes=1)
-    place = isolation.take_place(limits)
+    place, ceilings = isolation.take_place(limits), isolation.ceilings(limits)
     reader, writer = os.pipe()
     pid = isolation.fork()
     if pid == 0:
         try:
-            isolation.enter(place, limits)
+            isolation.enter(place, limits, ceilings)
             self_test(own_user=own_users)
         except BaseException as error:
             os.write(writer, f"{error}".encode())
