@@ -122,7 +122,7 @@ def judge(gold: str, answer: str, second: Compare | None = None) -> Ruling:
     if squeezed(gold) == squeezed(answer):
         return Ruling(True, "the same text")
     numbers = _plain_number(gold), _plain_number(answer)
-    if None not in numbers and (numbers[0] == numbers[1] or "," not in gold + answer):  # 100,200 may be a list
+    if None not in numbers and (numbers[0] == numbers[1] or not ("," in gold and "," in answer)):  # two lists?
         return Ruling(True, "equal in value") if numbers[0] == numbers[1] else Ruling(False, "another number")
     letters = [None if found is None else found[0] for found in (option(gold), option(answer))]
     if None not in letters:
