@@ -39,7 +39,6 @@ class HttpOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     urls: list[str] = Field(min_length=1, description="one URL, or several servers of the same model")
-    model: str = Field(min_length=1, description="the name that the server knows the model by")
     api_key_env: str | None = Field(None, description="name of the environment variable that holds the API key")
     timeout_s: float = Field(60.0, gt=0, description="of one request")
     deadline_s: float = Field(300.0, gt=0, description="of one call with its retries, not counting the queue")

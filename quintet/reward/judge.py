@@ -73,6 +73,7 @@ _SCHEMA = {
 
 
 class JudgeOptions(HttpOptions):
+    model: str = Field(min_length=1, description="the name that the server knows the model by")
     rubric: str = Field(DEFAULT_RUBRIC, description="fields: {prompt}, {response}, {reference}")
     scale: tuple[float, float] = Field((0.0, 10.0), description="ratings from worst to best; they become 0..1")
     verdict: Literal["line", "json"] = "line"

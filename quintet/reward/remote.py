@@ -33,7 +33,7 @@ class RemoteRewardService:
     def __init__(self, config: RewardConfig, *, samples_per_step: int | None = None) -> None:
         if config.url is None:
             raise QuintetError("reward.url is not set")
-        options = HttpOptions.model_validate({"urls": config.url, "model": NAME, "api_key_env": config.api_key_env})
+        options = HttpOptions.model_validate({"urls": config.url, "api_key_env": config.api_key_env})
         self._client = JsonClient(NAME, options)
         self._window = FailureWindow(config, samples_per_step)
         self._background: BackgroundLoop | None = None

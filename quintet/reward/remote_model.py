@@ -30,6 +30,7 @@ from quintet.types import FailureKind, Prompt
 
 
 class RemoteModelOptions(HttpOptions):
+    model: str = Field(min_length=1, description="the name that the server knows the model by")
     api: Literal["classify", "pooling", "score"] = "classify"
     label: int = Field(0, ge=0, description="which of the model's outputs is the reward")
     activation: bool = Field(False, description="the server's softmax or sigmoid on top of the head")

@@ -19,7 +19,7 @@ from quintet.types import FailureKind, QuintetError
 from tests.reward.http_server import Answer, serving
 
 OK = Answer({"ok": True})
-QUICK = {"model": "m", "backoff_s": 0.01, "max_backoff_s": 0.02, "breaker_s": 0.05, "timeout_s": 20.0}
+QUICK = {"backoff_s": 0.01, "max_backoff_s": 0.02, "breaker_s": 0.05, "timeout_s": 20.0}
 
 
 def ask(urls: list[str], *, times: int = 1, **options: Any) -> list[Any]:
@@ -110,7 +110,7 @@ def test_a_call_ends_at_its_deadline_and_names_the_last_fault() -> None:
 
 
 def test_pauses_double_with_jitter_up_to_the_longest() -> None:
-    options = HttpOptions.model_validate({"urls": "http://x", "model": "m", "backoff_s": 1, "max_backoff_s": 5})
+    options = HttpOptions.model_validate({"urls": "http://x", "backoff_s": 1, "max_backoff_s": 5})
     client = JsonClient("f", options)
     for attempt, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (9, 5.0)):
         pauses = [client._pause_s(attempt) for _ in range(200)]
@@ -173,11 +173,11 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"urls": "localhost:8000", "model": "m"}, "option `urls`: .*does not begin with http"),
-        ({"urls": [], "model": "m"}, "option `urls`"),
-        ({"urls": "http://x"}, "option `model`: Field required"),
-        ({"urls": "http://x", "model": "m", "timeout": 3}, "has no option `timeout`; did you mean `timeout_s`"),
-        ({"urls": "http://x", "model": "m", "attempts": 0}, "option `attempts`"),
+        ({"urls": "localhost:8000"}, "option `urls`: .*does not begin with http"),
+        ({"urls": []}, "option `urls`"),
+        ({}, "option `urls`: Field required"),
+        ({"urls": "http://x", "timeout": 3}, "has no option `timeout`; did you mean `timeout_s`"),
+        ({"urls": "http://x", "attempts": 0}, "option `attempts`"),
     ],
 )
 def test_wrong_options_are_named(args: dict[str, Any], words: str) -> None:
