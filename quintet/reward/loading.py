@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from quintet.reward.adapters import RubricLike
 from quintet.reward.background import AsyncGrader
 from quintet.reward.calling import GradingFunction
 from quintet.reward.model import MODEL, ModelGrader
@@ -110,7 +111,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise QuintetError(
             f"`{place}` has no `{name}` (reward.functions)" + (f"; did you mean `{near[0]}`?" if near else "")
         )
-    if not callable(function):
+    if not callable(function) and not isinstance(function, RubricLike):
         raise QuintetError(f"`{spec}` (reward.functions) is a {type(function).__name__}, not a function")
     return function
 
