@@ -83,7 +83,7 @@ class CodeGrader:
 
     def reference_fault(self, prompt: Prompt) -> str | None:
         try:
-            _read(prompt.test_cases, prompt.metadata)
+            _read(prompt.test_cases, prompt.metadata, _prompt_text(prompt.text, prompt.messages))
         except UnusableTests as error:
             return f"its tests cannot be run: {error}"
         return None
@@ -129,7 +129,7 @@ class CodeGrader:
     def _knowledge(self, sample: Sample) -> _Known:
         known = self._known.get(sample.prompt_id)
         if known is None:
-            tests = _read(sample.test_cases, sample.metadata)
+            tests = _read(sample.test_cases, sample.metadata, _prompt_text(sample.prompt_text, sample.messages))
             known = _Known(tests, [ApartTest.of(case) for case in tests.apart])
             self._known[sample.prompt_id] = known
             if len(self._known) > _REMEMBERED_PROMPTS:
@@ -237,8 +237,13 @@ def parse_options(name: str, args: Mapping[str, Any]) -> CodeOptions:
         raise QuintetError(f"reward function `{name}`, option `{option}`: {first['msg']}") from error
 
 
-def _read(test_cases: list[dict[str, Any]] | None, metadata: Mapping[str, Any]) -> Tests:
+def _prompt_text(text: str | None, messages: list[dict[str, Any]] | None) -> str:
+    """Of a conversation the last message."""
+    return str(messages[-1]["content"]) if messages else text or ""
+
+
+def _read(test_cases: list[dict[str, Any]] | None, metadata: Mapping[str, Any], prompt: str) -> Tests:
     if test_cases is None:
         raise UnusableTests("there are none (data.columns.test_cases)")
     entry = next((metadata[column] for column in _ENTRY_COLUMNS if metadata.get(column)), None)
-    return read_tests(test_cases, None if entry is None else str(entry))
+    return read_tests(test_cases, None if entry is None else str(entry), prompt)

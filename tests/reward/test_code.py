@@ -31,11 +31,12 @@ def grade(
     tests: list[dict[str, Any]],
     sandbox: InlineSandbox | None = None,
     metadata: dict[str, Any] | None = None,
+    prompt: str = "",
     **args: Any,
 ) -> Verdict:
     """The verdict on a whole response that is `code`."""
     grader = CodeGrader("code", {"extract": "whole", **args}, 5.0, sandbox or InlineSandbox())
-    sample = Sample("p", code, [1], False, test_cases=tests, metadata=metadata or {})
+    sample = Sample("p", code, [1], False, test_cases=tests, metadata=metadata or {}, prompt_text=prompt)
     return asyncio.run(grader.grade(sample))
 
 
@@ -321,6 +322,28 @@ def test_an_entry_point_may_be_a_method() -> None:
     code = "class Solution:\n    def twice(self, n):\n        return n * 2"
     source = "def check(candidate):\n    assert candidate(n=2) == 4"
     assert grade(code, asserts(source), metadata={"entry_point": "Solution().twice"}).value == 1.0
+
+
+def test_helpers_that_the_prompt_defines_are_not_the_candidates_to_redefine() -> None:
+    prompt = 'def encode(s):\n    return s[::-1]\n\n\ndef decode(s):\n    """Undo encode."""\n'
+    test = "def check(candidate):\n    for s in ('abc', 'xyz'):\n        assert candidate(encode(s)) == s"
+    given = {"metadata": {"entry_point": "decode"}, "prompt": prompt, "template": "{prompt}{code}"}
+    assert grade("    return s[::-1]\n", asserts(test), **given).value == 1.0
+    cheat = "    return s\n\ndef encode(s):\n    return s\n"
+    assert grade(cheat, asserts(test), **given).value == 0.0
+
+
+def test_a_helper_that_nobody_defines_is_reported() -> None:
+    source = "def check(candidate):\n    assert candidate(encode('abc')) == 'abc'"
+    with pytest.raises(UnusableTests, match="calls `encode`, which is not the function under test"):
+        read_tests(asserts(source), "decode", "Write decode.")
+
+
+def test_a_module_that_is_not_imported_is_not_taken_for_the_candidates() -> None:
+    test = asserts("assert math.isclose(f(2), 2.0)")
+    assert grade("def f(x):\n    return 2", test).value == 1.0
+    cheat = "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x):\n    return 0"
+    assert grade(cheat, test).value == 0.0
 
 
 def test_constants_of_one_assert_do_not_meet_those_of_another() -> None:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quintet.reward.code_tests.cases import ApartCase, AssertCase, Op, Tests, UnusableTests
+from quintet.reward.code_tests.extract import last_block
 
 ENTRY = "quintet_entry"  # stands for an entry point that is no plain name, such as `Solution().two_sum`
 
@@ -36,13 +38,22 @@ _MIRRORED: dict[Op, Op] = {
 }  # fmt: skip
 
 
-def add_asserts(tests: Tests, source: str, entry_point: str | None) -> None:
-    """The cases in one piece of test code. Raises UnusableTests for what cannot be separated from the candidate."""
+def add_asserts(tests: Tests, source: str, entry_point: str | None, prompt: str) -> None:
+    """The cases in one piece of test code. Raises UnusableTests for what cannot be separated from the candidate.
+
+    `prompt`: HumanEval's defines helpers that tests call; they run with the test code, where they are as they were.
+    """
     body = _parse(source)
     _refuse_forms(body)
-    names = _free_names(body) | _prepare_entry(tests, body, entry_point)
+    entry = _prepare_entry(tests, body, entry_point)
+    body = [*_forgotten_imports(body), *_helpers(prompt, _free_names(body) - entry), *body]
+    names = _free_names(body) | entry
     if not any(_mentions(statement, names) for statement in body):
         raise UnusableTests("the test code calls no function of the candidate")
+    if entry and names - entry:
+        raise UnusableTests(
+            f"it calls `{min(names - entry)}`, which is not the function under test, nor defined with it"
+        )
     code = _TestCode(names)
     try:
         for statement in body:
@@ -65,7 +76,7 @@ def _parse(source: str) -> list[ast.stmt]:
 
 def _prepare_entry(tests: Tests, body: list[ast.stmt], entry_point: str | None) -> set[str]:
     """Append the calls that a test harness would make: `check(<entry point>)` and `test_...()`. Returns the name by
-    which test code calls the entry point, if it has one."""
+    which test code calls the entry point; none where it is not known."""
     defined = {s.name: s for s in body if isinstance(s, ast.FunctionDef)}
     called = {n.func.id for s in body for n in _outside_functions(s) if _is_named_call(n)}  # type: ignore[attr-defined]
     for name, function in defined.items():
@@ -126,6 +137,30 @@ def _free_names(body: list[ast.stmt]) -> set[str]:
             case ast.ExceptHandler(name=str(name)):
                 bound.add(name)
     return read - bound - _BUILTINS
+
+
+def _forgotten_imports(body: list[ast.stmt]) -> list[ast.stmt]:
+    """`math.isclose(...)` without `import math`, as in MBPP: the module is meant, not a name of the candidate."""
+    free = _free_names(body)
+    nodes = [n for s in body for n in ast.walk(s)]
+    bases = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    return [_statement(f"import {name}") for name in sorted((free & bases & sys.stdlib_module_names) - called)]
+
+
+def _helpers(prompt: str, wanted: set[str]) -> list[ast.stmt]:
+    """The imports, functions and constants of a prompt that is Python, where it defines a wanted name."""
+    if not wanted:
+        return []
+    try:
+        body = ast.parse(last_block(prompt) or prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    functions = {s.name: s for s in body if isinstance(s, ast.FunctionDef)}
+    if not wanted & functions.keys():
+        return []
+    others = [s for s in body if isinstance(s, ast.Import | ast.ImportFrom | ast.Assign)]
+    return [*others, *(f for name, f in functions.items() if name in wanted)]
 
 
 def _mentions(node: ast.AST, names: set[str]) -> bool:

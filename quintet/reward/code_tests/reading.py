@@ -20,14 +20,14 @@ from quintet.reward.code_tests.cases import CallCase, PrintedCase, Tests, Unusab
 from quintet.sandbox.protocol import Call
 
 
-def read_tests(rows: Iterable[Mapping[str, Any]], entry_point: str | None = None) -> Tests:
+def read_tests(rows: Iterable[Mapping[str, Any]], entry_point: str | None = None, prompt: str = "") -> Tests:
     """Raises UnusableTests naming the test, counted from 1. `entry_point`: what `check(candidate)` is called with, and
-    the function of tests that name none."""
+    the function of tests that name none. `prompt`: may define helpers that test code calls."""
     tests = Tests()
     for number, row in enumerate(rows, start=1):
         try:
             if "assert" in row:
-                add_asserts(tests, _text(row, "assert"), entry_point)
+                add_asserts(tests, _text(row, "assert"), entry_point, prompt)
             elif "function" in row:
                 tests.calls.append(_call(row))
             elif "inputs" in row and "outputs" in row:
