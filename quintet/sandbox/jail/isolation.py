@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from .seccomp import Filter
@@ -93,7 +93,7 @@ class Plain:
         self._idle_bytes = _address_space(self.proc)
 
     def ceilings(self, limits: ForkLimits) -> Ceilings:
-        return _ceilings(limits, self._idle_bytes)
+        return _ceilings(limits, self._idle_bytes, None)  # the kernel would count all the user's processes
 
     def take_place(self, limits: ForkLimits) -> Place:
         return Place(tempfile.mkdtemp(dir=self._base))
@@ -136,7 +136,7 @@ class Jailed:
 
     def ceilings(self, limits: ForkLimits) -> Ceilings:
         shared = 0 if self._own_users else SHARED_PROCESSES
-        return _ceilings(replace(limits, processes=limits.processes + shared), self._idle_bytes)
+        return _ceilings(limits, self._idle_bytes, limits.processes + shared)
 
     def take_place(self, limits: ForkLimits) -> Place:
         for i, place in enumerate(self._free):
@@ -204,18 +204,19 @@ def quick_fork() -> int:
 
 
 @functools.cache
-def _ceilings(limits: ForkLimits, idle_bytes: int) -> Ceilings:
+def _ceilings(limits: ForkLimits, idle_bytes: int, processes: int | None) -> Ceilings:
     """Hard and soft alike, but for the stack: programs raise it themselves, and `memory_mb` bounds it anyway."""
     both = {
         resource.RLIMIT_AS: idle_bytes + (limits.memory_mb << 20),
         resource.RLIMIT_FSIZE: limits.file_bytes,
         resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_NPROC: limits.processes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: OPEN_FILES,
     }
+    if processes is not None:
+        both[resource.RLIMIT_NPROC] = processes
     stack = (resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     return (*((kind, (value, value)) for kind, value in both.items()), stack)
 
