@@ -147,7 +147,7 @@ def check_rule_args(rule: str, args: Mapping[str, Any]) -> None:
     from pydantic import ConfigDict, ValidationError, create_model  # not needed in a worker, where it costs start-up
 
     function = RULES[rule]
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
     options = [p for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
     unknown = [key for key in args if key not in {p.name for p in options}]
     if unknown:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt  # comes with pydantic, whose own Field would cost a worker its start-up
 
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.extract import after_hashes, after_thinking, answer_tag, last_box, numbers, single_number
@@ -72,6 +74,12 @@ def length(sample: Sample, *, max_tokens: int, buffer_tokens: int = 0) -> Verdic
     return Verdict(-min(over / buffer_tokens, 1.0) if buffer_tokens else -1.0)
 
 
+def length_target(sample: Sample, *, tokens: Annotated[int, Gt(0)]) -> Verdict:
+    """Closeness to a wanted length: 0 at `tokens` response tokens, falling linearly with the distance to -1 at none
+    and at twice as many, -1 beyond (the form of L1-Exact's penalty, arXiv:2503.04697, relative and bounded)."""
+    return Verdict(-min(abs(len(sample.response_ids) - tokens) / tokens, 1.0))
+
+
 def reasoning_gym(sample: Sample) -> Verdict:
     """The task's own score, 0 to 1, of the last `<answer>` tag, or of the whole response without one.
 
@@ -125,6 +133,7 @@ RULES: dict[str, Rule] = {
     "exact": exact,
     "format": format,
     "length": length,
+    "length_target": length_target,
     "math": math,
     "reasoning_gym": reasoning_gym,
 }
