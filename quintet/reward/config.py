@@ -24,7 +24,8 @@ class GateConfig(BaseModel):
 
 
 class RewardFunctionConfig(BaseModel):
-    """`fn`: a built-in (`number`, `exact`, `format`, ...), `model` (a trained reward model, `args: {path: FOLDER}`),
+    """`fn`: a built-in (`number`, `exact`, `format`, ...), `code` (programs against tests in a sandbox, docs/code.md),
+    `model` (a trained reward model, `args: {path: FOLDER}`),
     `remote_model` and `judge` (behind HTTP, `args: {urls: [...], model: NAME}`), or
     `package.module:function` or `path/to/file.py:function` in TRL's or verl's signature."""
 
