@@ -54,7 +54,8 @@ class ZygotePool:
     async def create(self) -> str:
         zygote = await self._zygote()
         session = _Session(zygote, zygote.new_id(), asyncio.Lock())
-        zygote.send({"op": "start", "id": session.id, "limits": _fork_limits(self._limits, session=True)})
+        limits = _fork_limits(self._limits, session=True)
+        self._check_fault(await zygote.run({"op": "start", "id": session.id, "limits": limits, "wall_s": 0.0}, ()))
         name = f"session-{next(self._names)}"
         self._sessions[name] = session
         return name
@@ -137,14 +138,17 @@ class ZygotePool:
             answer = await zygote.run(message | times, files.descriptors)
         else:
             answer = await self._session_answer(session, times, files)
-        if answer.get("fault"):
-            raise SandboxFailure(f"{self._jail.name} sandbox: {answer['fault']}")
+        self._check_fault(answer)
         status = answer["status"] or 0
         if self._jail.sealed and os.WIFSIGNALED(status) and os.WTERMSIG(status) == SIGKILL and not answer["reason"]:
             raise SandboxFailure(
                 f"{self._jail.name} sandbox: the host killed a run (out of memory?) or it was destroyed"
             )
         return answer
+
+    def _check_fault(self, answer: dict[str, Any]) -> None:
+        if answer.get("fault"):
+            raise SandboxFailure(f"{self._jail.name} sandbox: {answer['fault']}")
 
     async def _session_answer(self, name: str, times: dict[str, float], files: _Files) -> dict[str, Any]:
         session = self._sessions.get(name)

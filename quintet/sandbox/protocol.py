@@ -6,6 +6,7 @@ program in a fresh one that is destroyed afterwards. The caller compares results
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ from quintet.types import QuintetError
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. Exceeding one ends the run with the matching `Outcome`."""
+    """What one run may use. Exceeding one ends the run with the matching `Outcome`. Raises QuintetError for a limit
+    that is not positive and finite."""
 
     wall_s: float = 5.0  # time spent waiting for a busy processor is not charged
     cpu_s: float = 5.0
@@ -23,6 +25,11 @@ class Limits:
     output_bytes: int = 1_000_000  # standard output and error together; the values returned, too
     scratch_mb: int = 16  # files written
     processes: int = 1  # 1: no child process, no thread; n: so many of both together
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise QuintetError(f"limits.{name}: {value} is not a positive number")
 
 
 @dataclass(frozen=True)

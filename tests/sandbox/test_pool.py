@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -10,9 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from quintet.sandbox.protocol import Outcome, Program, SandboxFailure
+from quintet.sandbox.protocol import Limits, Outcome, Program, SandboxFailure
 from quintet.sandbox.zygote import Zygote
+from quintet.types import QuintetError
 from tests.sandbox.boxes import LIMITS, Box, assert_sound, descendants, make_box
+
+IMPOSSIBLE = {"memory_mb": -(2**50), "scratch_mb": 1, "file_bytes": 1, "processes": 1}
 
 
 @pytest.fixture(params=["process", "namespace"])
@@ -60,6 +64,23 @@ def test_a_program_that_the_host_kills_is_our_fault_in_a_jail() -> None:
         assert_sound(box)
     finally:
         box.close()
+
+
+@pytest.mark.parametrize("limit", [{"wall_s": 0}, {"cpu_s": math.inf}, {"wall_s": math.nan}, {"scratch_mb": 0}])
+def test_limits_that_limit_nothing_are_refused(limit: dict[str, float]) -> None:
+    with pytest.raises(QuintetError, match="is not a positive number"):
+        Limits(**limit)  # type: ignore[arg-type]
+
+
+def test_a_fork_that_cannot_be_locked_up_is_our_fault(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.sandbox.pool._fork_limits", lambda *_, **__: IMPOSSIBLE)
+    with pytest.raises(SandboxFailure, match="before it was locked up") as caught:
+        box.run("1")
+    assert caught.value.retryable
+    with pytest.raises(SandboxFailure, match="before it was locked up"):
+        box.wait(box.sandbox.create())
+    monkeypatch.undo()
+    assert_sound(box)
 
 
 def test_a_frozen_interpreter_is_given_up(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:

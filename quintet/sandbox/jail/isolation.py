@@ -159,9 +159,12 @@ class Jailed:
     def fork(self) -> int:
         self._check(self._libc.unshare(_NEWPID), "make a PID namespace")
         self._user = (self._user + 1) % UIDS
-        pid = quick_fork()
-        if pid:
-            self._check(self._libc.setns(self._pids, _NEWPID), "return to the jail's processes")
+        pid = -1
+        try:
+            pid = quick_fork()
+        finally:
+            if pid:
+                self._check(self._libc.setns(self._pids, _NEWPID), "return to the jail's processes")
         return pid
 
     def enter(self, place: Place, limits: ForkLimits, ceilings: Ceilings) -> None:

@@ -74,7 +74,7 @@ def serve(channel: socket.socket, interpreter: Interpreter, *, threads: bool) ->
         os.close(request_file)
         results = Results(result_file, request["value_bytes"])
         run = Run(request, results, interpreter, session=kind == SESSION, threads=threads)
-        getattr(run, request["op"])()
+        {"run": run.run, "snapshot": run.snapshot, "restore": run.restore}[request["op"]]()
         if kind == ONE_SHOT:
             _exit(0)
         os.close(result_file)

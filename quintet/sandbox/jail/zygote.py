@@ -3,11 +3,11 @@
 It never runs or reads anything of a candidate's: a program, its input, output and results are files that the judge
 opens and that pass through here as descriptors to one fork. So its memory has nothing in it for a fork to find.
 
-From the judge come JSON messages: `start` (a fork; with `run` and five files for a one-shot, without for a session),
-`run` (the next one of a session), `kill`, `ping`. Every run is answered by one message: how it ended (`status` as of
-`wait`, or null for a session that goes on), why it was ended (`reason`: wall, cpu, or channel for a candidate that
-wrote nonsense to it), its seconds, and `fault` when the
-fork could not be locked up, in which case nothing of the candidate's was read.
+From the judge come JSON messages: `start` (a fork; with the five files of a run for a one-shot, without for a session),
+`run` (the next one of a session), `kill`, `ping`. Each `start` and `run` is answered by one message: how it ended
+(`status` as of `wait`, or null for a session that goes on), why it was ended (`reason`: wall, cpu, or channel for a
+candidate that wrote nonsense to it), its seconds, and `fault` when the fork could not be locked up, in which case
+nothing of the candidate's was read.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Zygote:
         self.interpreter = runner.Interpreter()
         self._forks: dict[int, Fork] = {}  # by id
         self._by_pid: dict[int, Fork] = {}
+        self._operations = {"start": self._start, "run": self._run_next, "kill": self._kill, "ping": self._ping}
         self._selector = selectors.EpollSelector()
         self._selector.register(control, selectors.EVENT_READ, self._on_control)
         waker, wakened = socket.socketpair()
@@ -96,25 +97,25 @@ class Zygote:
         if not text:
             self._leave()
         message = json.loads(text)
-        getattr(self, "_do_" + message["op"])(message, files)
+        self._operations[message["op"]](message, files)
         for file in files:
             os.close(file)
 
-    def _do_ping(self, message: dict[str, Any], files: list[int]) -> None:
+    def _ping(self, message: dict[str, Any], files: list[int]) -> None:
         self._answer({"id": message["id"], "pong": True})
 
-    def _do_kill(self, message: dict[str, Any], files: list[int]) -> None:
+    def _kill(self, message: dict[str, Any], files: list[int]) -> None:
         fork = self._forks.get(message["id"])
         if fork is not None:
             _signal(fork, signal.SIGKILL)
 
-    def _do_start(self, message: dict[str, Any], files: list[int]) -> None:
+    def _start(self, message: dict[str, Any], files: list[int]) -> None:
         limits = ForkLimits(**message["limits"])
         session = not files
         try:
             fork = self._fork(message["id"], limits, session)
         except OSError as error:
-            self._answer({"id": message["id"], "status": 0, "fault": str(error)})
+            self._answer({"id": message["id"], "status": None, "fault": str(error)})
             return
         self._forks[fork.id] = self._by_pid[fork.pid] = fork
         if session:
@@ -122,7 +123,7 @@ class Zygote:
         else:
             self._run(fork, message, files, runner.ONE_SHOT)
 
-    def _do_run(self, message: dict[str, Any], files: list[int]) -> None:
+    def _run_next(self, message: dict[str, Any], files: list[int]) -> None:
         fork = self._forks.get(message["id"])
         if fork is None:
             self._answer({"id": message["id"], "gone": True})
@@ -131,9 +132,13 @@ class Zygote:
 
     def _fork(self, id: int, limits: ForkLimits, session: bool) -> Fork:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        place = self.isolation.take_place(limits)
         ceilings = self.isolation.ceilings(limits)
-        pid = self.isolation.fork()
+        place = self.isolation.take_place(limits)
+        try:
+            pid = self.isolation.fork()
+        except OSError:
+            self.isolation.give_back(place)
+            raise
         if pid == 0:
             be_a_fork(theirs, self, place, limits, ceilings)
         theirs.close()
@@ -220,6 +225,8 @@ class Zygote:
         fork.ready = message[:1] == runner.READY
         if not fork.ready:
             fork.fault = message[1:].decode(errors="replace") or "the fork ended before it was locked up"
+        if fork.session:
+            self._answer({"id": fork.id, "status": None, "fault": fork.fault})
 
     def _account(self, fork: Fork, timer: Timer, cpu_s: float) -> dict[str, Any]:
         return {
@@ -299,8 +306,7 @@ def _cpu_s(pid: int) -> float:
 
 def main(settings: dict[str, Any]) -> None:
     """`control`: the socket to the judge. `isolation`: plain, with `base` to make scratch folders in, or jailed, with
-    `own_users` where this is root. `own_path`: the first entries of sys.path,
-    which lead to our own modules."""
+    `own_users` where this is root. `own_path`: the first entries of sys.path, which lead to our own modules."""
     control = socket.socket(fileno=settings["control"])
     sys.path[:] = sys.path[len(settings["own_path"]) :] + settings["python_path"]
     site.setquit()  # exit() and quit(), which many programs call
@@ -309,7 +315,7 @@ def main(settings: dict[str, Any]) -> None:
     isolation: Isolation
     if settings["isolation"] == "jailed":
         isolation = Jailed(own_users=settings["own_users"])
-        test_lock(isolation, own_users=settings["own_users"])
+        try_lock(isolation, own_users=settings["own_users"])
     else:
         isolation = Plain(settings["base"])
     package = __name__.partition(".")[0]
@@ -323,7 +329,7 @@ def main(settings: dict[str, Any]) -> None:
     zygote.serve()
 
 
-def test_lock(isolation: Jailed, *, own_users: bool) -> None:
+def try_lock(isolation: Jailed, *, own_users: bool) -> None:
     """Raises RuntimeError when a fork that should be locked up is not."""
     limits = ForkLimits(memory_mb=64, scratch_mb=1, file_bytes=1 << 20, processes=1)
     place, ceilings = isolation.take_place(limits), isolation.ceilings(limits)
