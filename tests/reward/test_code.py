@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,35 @@ def test_the_template_is_filled_once() -> None:
         ("", "\n\n", True),
         ("", "0", False),
         ("yes", "Yes", False),
+        ("1e999", "1e998", False),
+        ("-1.5", "-1.4999999", True),
+        ("3-1.5", "3-1.5000001", True),
     ],
 )
 def test_printed_text_is_compared_line_by_line_and_floats_within_1e_6(expected: str, got: str, equal: bool) -> None:
     assert printed_equal(expected, got) is equal
+
+
+def test_hostile_output_takes_no_longer_than_its_length() -> None:
+    start = time.perf_counter()
+    digits = "1" * 300_000
+    for line in (
+        digits + "x",
+        digits + "." + digits + "x",
+        "1e" + digits + "x",
+        ("1." + "+") * 100_000,
+        ".1" * 100_000,
+    ):
+        assert not printed_equal("0.5" + line, line)
+        assert last_block(f"```{' ' * 100_000}`\n{line}") is None
+    assert time.perf_counter() - start < 5
+
+
+def test_an_integer_too_long_to_be_written_is_compared_and_not_written() -> None:
+    code = "def f():\n    return 10 ** 5000"
+    assert grade(code, [{"function": "f", "expected": 10**5000}]).value == 1.0
+    verdict = grade(code, [{"function": "f", "expected": 1}])
+    assert verdict.info["reason"] == "f() is a number too long to be shown, expected 1"
 
 
 @pytest.mark.parametrize(

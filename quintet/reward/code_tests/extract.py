@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quintet.reward.extract import after_thinking
 
-_FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$", re.MULTILINE)
+_FENCE = re.compile(r"^ {0,3}(?P<fence>`{3,}|~{3,})[ \t]*+(?P<info>[^`\n]*)$", re.MULTILINE)
 _PYTHON = frozenset({"python", "py", "python3"})
 _FIELD = re.compile(r"\{(code|prompt)\}")
 

@@ -26,7 +26,7 @@ def padded(result: RunResult, wanted: int, limits: Limits) -> list[Value]:
 
 
 def judge_call(case: CallCase, value: Value) -> Result:
-    shown = f"{case.call.function}({', '.join(repr(a)[:40] for a in case.call.args)})"
+    shown = f"{case.call.function}({', '.join(_shown(a, 40) for a in case.call.args)})"
     if case.raises is not None:
         kind = (value.error or "").partition(":")[0]
         fine = kind.rpartition(".")[2] == case.raises
@@ -36,7 +36,7 @@ def judge_call(case: CallCase, value: Value) -> Result:
     fine = _equal(case.expected, value.value)
     if not fine and case.unwrap and isinstance(case.expected, list) and len(case.expected) == 1:
         fine = _equal(case.expected[0], value.value)
-    return Result(fine, reason="" if fine else f"{shown} is {value.value!r:.60}, expected {case.expected!r:.60}")
+    return Result(fine, reason="" if fine else f"{shown} is {_shown(value.value)}, expected {_shown(case.expected)}")
 
 
 def _equal(expected: Any, got: Any) -> bool:
@@ -50,7 +50,7 @@ def judge_assert(case: AssertCase, value: Value, other: Any) -> Result:
     if value.error is not None:
         return Result(0, reason=f"`{case.text[:80]}`: {value.error}")
     fine = holds(value.value, case.op, other) is not case.negated
-    return Result(fine, reason="" if fine else f"`{case.text[:80]}`: it is {value.value!r:.60}")
+    return Result(fine, reason="" if fine else f"`{case.text[:80]}`: it is {_shown(value.value)}")
 
 
 def judge_printed(case: PrintedCase, result: RunResult, limits: Limits) -> Result:
@@ -58,12 +58,13 @@ def judge_printed(case: PrintedCase, result: RunResult, limits: Limits) -> Resul
     ended = result.outcome is Outcome.FINISHED or (
         result.outcome is Outcome.EXITED and result.exit_code == 0 and bool(case.expected.strip())
     )
-    shown = f"input {case.stdin!r:.40}"
+    shown = f"input {_shown(case.stdin[:40], 40)}"
     if not ended:
         return Result(0, reason=f"{shown}: {ending(result, limits)}")
     fine = printed_equal(case.expected, result.stdout)
     return Result(
-        fine, reason="" if fine else f"{shown}: printed {result.stdout!r:.60}, expected {case.expected!r:.60}"
+        fine,
+        reason="" if fine else f"{shown}: printed {_shown(result.stdout[:60])}, expected {_shown(case.expected[:60])}",
     )
 
 
@@ -86,3 +87,10 @@ def ending(result: RunResult, limits: Limits) -> str:
             return f"printed more than {limits.output_bytes} bytes"
         case Outcome.CRASHED:
             return "crashed"
+
+
+def _shown(value: Any, chars: int = 60) -> str:
+    try:
+        return repr(value)[:chars]
+    except ValueError:  # an integer with more digits than Python writes
+        return "a number too long to be shown"
