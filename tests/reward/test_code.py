@@ -353,7 +353,7 @@ def test_an_entry_point_may_be_a_method() -> None:
 def test_helpers_that_the_prompt_defines_are_not_the_candidates_to_redefine() -> None:
     prompt = 'def encode(s):\n    return s[::-1]\n\n\ndef decode(s):\n    """Undo encode."""\n'
     test = "def check(candidate):\n    for s in ('abc', 'xyz'):\n        assert candidate(encode(s)) == s"
-    given = {"metadata": {"entry_point": "decode"}, "prompt": prompt, "template": "{prompt}{code}"}
+    given: dict[str, Any] = {"metadata": {"entry_point": "decode"}, "prompt": prompt, "template": "{prompt}{code}"}
     assert grade("    return s[::-1]\n", asserts(test), **given).value == 1.0
     cheat = "    return s\n\ndef encode(s):\n    return s\n"
     assert grade(cheat, asserts(test), **given).value == 0.0
