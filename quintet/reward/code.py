@@ -64,6 +64,7 @@ class CodeOptions(BaseModel):
 class _Known:
     """What is worked out once per prompt. `opened` ends when what runs without the candidate has run."""
 
+    given: tuple[Any, ...]  # what `tests` were read from
     tests: Tests
     apart: list[ApartTest]
     others: dict[str, Any] = field(default_factory=dict)  # source of an assert's other side -> its value
@@ -92,7 +93,10 @@ class CodeGrader:
         """Raises QuintetError where the sandbox asked for is not available."""
         if self._sandbox is None:
             self._sandbox = make_sandbox(self._options.sandbox)
-        probe = await self._run(Program("print(6 * 7)"))
+        try:
+            probe = await self._run(Program("print(6 * 7)"))
+        except FunctionFailed as error:
+            raise QuintetError(f"reward function `{self._name}`: {error.message}") from error
         if probe.stdout != "42\n":
             raise QuintetError(
                 f"reward function `{self._name}`: the sandbox does not run Python: {ending(probe, self._limits)}"
@@ -127,10 +131,11 @@ class CodeGrader:
     # -- once per prompt -------------------------------------------------------------------------
 
     def _knowledge(self, sample: Sample) -> _Known:
+        given = (sample.test_cases, sample.metadata, _prompt_text(sample.prompt_text, sample.messages))
         known = self._known.get(sample.prompt_id)
-        if known is None:
-            tests = _read(sample.test_cases, sample.metadata, _prompt_text(sample.prompt_text, sample.messages))
-            known = _Known(tests, [ApartTest.of(case) for case in tests.apart])
+        if known is None or known.given != given:  # training and held-out data may use the same ids
+            tests = _read(*given)
+            known = _Known(given, tests, [ApartTest.of(case) for case in tests.apart])
             self._known[sample.prompt_id] = known
             if len(self._known) > _REMEMBERED_PROMPTS:
                 self._known.popitem(last=False)

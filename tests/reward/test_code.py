@@ -484,6 +484,22 @@ def test_prompts_without_usable_tests_are_reported_when_data_is_loaded() -> None
     assert found[0][1] == "its tests cannot be run: there are none (data.columns.test_cases)"
 
 
+def test_prompts_of_one_id_are_not_taken_for_each_other() -> None:
+    grader = CodeGrader("code", {"extract": "whole"}, 5.0, InlineSandbox())
+
+    def value(expected: int) -> float | None:
+        tests = asserts(f"assert f() == {expected}")
+        return asyncio.run(grader.grade(Sample("p", "def f():\n    return 1", [1], False, test_cases=tests))).value
+
+    assert [value(1), value(2), value(1)] == [1.0, 0.0, 1.0]
+
+
+def test_a_sandbox_that_does_not_work_is_said_at_the_start() -> None:
+    lost = CodeGrader("code", {}, 5.0, InlineSandbox([SandboxFailure("nobody answers")]))
+    with pytest.raises(QuintetError, match="reward function `code`: sandbox: nobody answers"):
+        asyncio.run(lost.start())
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
