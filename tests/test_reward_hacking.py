@@ -44,9 +44,9 @@ def test_a_watched_rule_is_in_the_metrics_and_in_the_accuracy_and_not_in_the_rew
     assert evals[-1]["eval/accuracy"] == evals[-1]["eval/exact/mean"] < 1 < evals[-1]["eval/reward"]
 
 
-def recipe(name: str, model: Path, **changes: Any) -> dict[str, Any]:
+def recipe(name: str, trained: Path, **changes: Any) -> dict[str, Any]:
     """A recipe of ours with another place for its reward model."""
-    text = (ROOT / "recipes" / f"{name}.yaml").read_text().replace("runs/reward_hacking_model/final", str(model))
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text().replace("runs/reward_hacking_model/final", str(trained))
     tree: dict[str, Any] = yaml.safe_load(text)
     return tree | changes
 
@@ -54,10 +54,10 @@ def recipe(name: str, model: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.heavy
 def test_the_monitor_raises_its_alarm_without_the_mixture_and_not_with_it(tmp_path: Path) -> None:
     quintet.train(ROOT / "recipes/reward_hacking_model.yaml", out=tmp_path / "rm")
-    model = tmp_path / "rm/final"
-    fooled = quintet.train(recipe("reward_hacking", model), out=tmp_path / "fooled")
+    trained = tmp_path / "rm/final"
+    fooled = quintet.train(recipe("reward_hacking", trained), out=tmp_path / "fooled")
     warmed = {"model": {"name": str(fooled.folder / "start")}, "warm_start": {"steps": 0}}  # the same start, once
-    held = quintet.train(recipe("reward_hacking_mixture", model, **warmed), out=tmp_path / "held")
+    held = quintet.train(recipe("reward_hacking_mixture", trained, **warmed), out=tmp_path / "held")
 
     rows = steps_of(fooled.folder)
     right, score = ([row[f"reward/{part}/mean"] for row in rows] for part in ("exact", "model"))
