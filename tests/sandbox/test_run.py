@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -145,12 +146,15 @@ def test_the_event_loop_is_free_while_a_program_runs(box: Box) -> None:
 
 def test_waiting_for_a_busy_processor_is_not_charged(box: Box) -> None:
     """More programs than cores, each of which needs most of its limit: on a plain clock all but a few would fail."""
-    code = "import time\nwhile time.process_time() < 0.4: pass"
+    code = "import time\nwhile time.process_time() < 0.25: pass"
+    cores = len(os.sched_getaffinity(0))
+    if cores > 16:
+        pytest.skip("needs more programs at once than there are cores")
 
     async def outcomes() -> set[Outcome]:
-        limits = Limits(wall_s=1.0, cpu_s=1.0)
-        results = await asyncio.gather(*(box.sandbox.run(Program(code), limits) for _ in range(12)))
-        assert max(result.wall_s for result in results) > 1.0
+        limits = Limits(wall_s=0.6, cpu_s=0.6)
+        results = await asyncio.gather(*(box.sandbox.run(Program(code), limits) for _ in range(4 * cores)))
+        assert max(result.wall_s for result in results) > 0.6
         return {result.outcome for result in results}
 
     assert box.wait(outcomes()) == {Outcome.FINISHED}

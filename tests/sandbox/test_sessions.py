@@ -116,8 +116,8 @@ def test_any_other_end_is_the_sessions_end(box: Box, code: str, limits: Limits, 
 
 def test_times_are_counted_per_run(box: Box) -> None:
     name = session(box)
-    code = "import time\nend = time.process_time() + 0.15\nwhile time.process_time() < end: pass"
-    outcomes = {box.run(code, session=name, limits=within(cpu_s=0.4)).outcome for _ in range(4)}
+    code = "import time\nend = time.process_time() + 0.1\nwhile time.process_time() < end: pass"
+    outcomes = {box.run(code, session=name, limits=within(cpu_s=0.25)).outcome for _ in range(3)}
     assert outcomes == {Outcome.FINISHED}
 
 
