@@ -1,6 +1,6 @@
 """One spelling for what is only typesetting or notation: from the raw text of an answer to text that can be tokenised.
 
-All rewriting is by regular expressions that are linear in the text, whose length is bounded by `MAX_CHARS`.
+All rewriting is by regular expressions; none backtracks more than quadratically, on a text of at most `MAX_CHARS`.
 """
 
 from __future__ import annotations
