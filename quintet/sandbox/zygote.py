@@ -68,7 +68,7 @@ class Zygote:
         return self._ids
 
     def send(self, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-        """Without an answer to wait for. `files` must stay open until the run is over. Raises SandboxFailure."""
+        """Without an answer to wait for. `files` must stay open until it is sent. Raises SandboxFailure."""
         if not self.alive:
             raise SandboxFailure(f"{self._name} sandbox: its interpreter has ended; the next run starts another")
         self._unsent.append((json.dumps(message).encode(), files))
@@ -93,6 +93,8 @@ class Zygote:
         finally:
             self.runs -= 1
             del self._waiting[id]
+            # Its files are closed now: their numbers may soon belong to others
+            self._unsent = [unsent for unsent in self._unsent if unsent[1] is not files]
 
     async def _ping(self) -> None:
         id = self.new_id()

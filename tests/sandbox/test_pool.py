@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
@@ -138,3 +140,32 @@ async def _start_sleeper(box: Box) -> asyncio.Future[object]:
 
 async def _result_of(future: asyncio.Future[object]) -> object:
     return await future
+
+
+def test_files_of_a_cancelled_run_that_was_not_sent_are_not_sent_later(box: Box) -> None:
+    """Their numbers may belong to other files by then."""
+    zygote = interpreter(box)
+
+    async def cancel_unsent() -> None:
+        full = zygote._socket
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # nobody reads the other end
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(10_000))
+        zygote._socket = ours
+        run = asyncio.ensure_future(box.sandbox.run(Program("1"), LIMITS))
+        await asyncio.sleep(0.1)
+        assert [len(files) for _, files in zygote._unsent] == [5]
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert [len(files) for _, files in zygote._unsent] == [0]  # what remains is the order to end it
+        zygote._unsent.clear()
+        zygote._loop.remove_writer(ours.fileno())
+        zygote._socket = full
+        ours.close()
+        theirs.close()
+
+    box.wait(cancel_unsent())
+    assert_sound(box)

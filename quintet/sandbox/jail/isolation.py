@@ -38,7 +38,6 @@ _PR_SET_PDEATHSIG = 1
 _FORK = ctypes.PyDLL(None, use_errno=True).fork  # PyDLL: keeps the interpreter's lock, as os.fork does
 _CAPABILITY_VERSION_3 = 0x20080522
 
-
 Ceilings = tuple[tuple[int, tuple[int, int]], ...]  # resource -> soft and hard limit
 
 
