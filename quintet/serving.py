@@ -32,11 +32,15 @@ def key_from(variable: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises QuintetError when the address cannot be had."""
+    """A socket on which connections wait until a server takes them; port 0 takes a free one.
+
+    Raises QuintetError when the address cannot be had.
+    """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.listen(512)  # so that who reads the printed address is not refused while the server starts
     except OSError as error:
         bound.close()
         raise QuintetError(

@@ -48,7 +48,9 @@ def _config(overrides: list[str]) -> SandboxConfig:
         config = SandboxConfig.model_validate(with_overrides(Recipe({}), overrides).data)
     except ValidationError as error:
         first = error.errors()[0]
-        raise QuintetError(f"--set {'.'.join(map(str, first['loc'])) or 'backend'}: {first['msg']}") from error
+        where = ".".join(map(str, first["loc"]))
+        reason = first["msg"].removeprefix("Value error, ")
+        raise QuintetError(f"--set {where}: {reason}" if where else f"--set: {reason}") from error
     if config.backend == "remote":
         raise QuintetError("quintet serve sandbox runs programs itself: backend can be namespace or process")
     return config

@@ -35,6 +35,7 @@ FLAGS = {
     "grade math": {"--json", "--unboxed", "--second-opinion"},
     "grade code": {"--json", "--timeout-s", "--set"},
     "serve sandbox": {"--port", "--host", "--max-requests", "--set"},
+    "serve reward": {"--fn", "--port", "--host", "--max-requests", "--max-samples", "--set"},
 }
 
 

@@ -14,10 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from quintet.cli.main import app
 from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, SandboxFailure
 from quintet.sandbox.server import SandboxService
 from quintet.serving import ThreadedServer
+from quintet.types import QuintetError
 
 HEADERS = {"Authorization": "Bearer k"}
 LIMITS = Limits(wall_s=2.0, cpu_s=2.0, memory_mb=256)
@@ -199,3 +202,17 @@ def test_the_command_prints_its_address_and_key_serves_and_ends_cleanly() -> Non
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["backend=docker"], "--set: backend: process, namespace, remote or module:Class, not 'docker'"),
+        (["limits.wall=3"], "--set limits.wall: Extra inputs are not permitted"),
+        (["backend=remote", "url=http://x"], "runs programs itself"),
+    ],
+)
+def test_wrong_options_of_the_command_are_named(words: list[str], said: str) -> None:
+    options = [part for word in words for part in ("--set", word)]
+    result = CliRunner().invoke(app, ["serve", "sandbox", *options])
+    assert isinstance(result.exception, QuintetError) and said in str(result.exception)
