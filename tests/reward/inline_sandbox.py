@@ -22,7 +22,6 @@ class InlineSandbox(Sandbox):
         self.seen: list[str] = []
         self.faults = faults or []
         self.runs = 0
-        self.closed = False
 
     async def run(self, program: Program, limits: Limits, session: str | None = None) -> RunResult:
         self.runs += 1
@@ -50,8 +49,7 @@ class InlineSandbox(Sandbox):
             sys.stdin = stdin
         return RunResult(outcome, out.getvalue(), err.getvalue(), tuple(values), status)
 
-    async def close(self) -> None:
-        self.closed = True
+    async def close(self) -> None: ...
 
     async def create(self) -> str:
         raise NotImplementedError("this stand-in has no sessions")
