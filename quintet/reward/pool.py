@@ -4,7 +4,7 @@ A slot answers one call at a time. When a call exceeds its limit, the slot's pro
 worker started at once, so that one hung call costs its own limit and nothing else. A thread slot abandons its
 thread instead, which goes on burning its core: it exists for functions that no other process can load.
 
-Calls that hang do not hold up those behind them: while a slot is stuck and others wait, a spare process takes its
+Calls that hang do not hold up those behind them: while a slot is stuck and others wait, spare processes take its
 place. Stuck is a call that has slept through a tenth of its limit, or has computed through half of it: a grader that
 is merely busy gets no more processes than there are workers, or it would be slowed down into its limit.
 """
@@ -38,19 +38,32 @@ from quintet.types import QuintetError
 
 IMPORT_LIMIT_S = 120.0  # for a worker to start and to import the user's modules
 MAX_SPARES = 64
+SPARES_PER_STUCK = 2  # where one hangs others will: they start together, not one after the other
 STUCK_ASLEEP, STUCK_BUSY = 0.1, 0.5  # shares of the limit
 _BUSY = 0.2  # share of its time for which a process computes
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Activity:
+    """`runnable`: computing, or kept from it by a busy machine; otherwise it sleeps."""
+
+    cpu_s: float
+    runnable: bool
+
+
 class Slot(Protocol):
+    def prepare(self) -> None:
+        """Blocks until a call would begin at once. Raises QuintetError when the functions do not load."""
+        ...
+
     def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
         """Blocks at most about `limit_s`. Raises CallTimeout, WorkerDied."""
         ...
 
-    def cpu_s(self) -> float | None:
-        """Processor time used so far; None where that is not known."""
+    def activity(self) -> Activity | None:
+        """None where it is not known."""
         ...
 
     def close(self) -> None: ...
@@ -94,13 +107,13 @@ class ProcessSlot:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def cpu_s(self) -> float | None:
+    def activity(self) -> Activity | None:
         """Read from /proc, so that it is not known outside Linux."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Activity((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R")
 
     def wait_ready(self) -> list[Signature]:
         """Signatures of the sources. Raises QuintetError with the worker's own error when one does not load."""
@@ -117,9 +130,12 @@ class ProcessSlot:
         self._ready = True
         return ready.signatures
 
-    def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
+    def prepare(self) -> None:
         if not self._ready:
             self.wait_ready()
+
+    def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
+        self.prepare()
         try:
             self._connection.send(Call(function, samples))
             if not self._connection.poll(limit_s):
@@ -181,6 +197,9 @@ class ThreadSlot:
             call, replies = item
             replies.put(answer(self._functions[call.function], call.samples))
 
+    def prepare(self) -> None:
+        pass  # a thread is there when it is made
+
     def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._calls.put((Call(function, samples), replies))
@@ -195,7 +214,7 @@ class ThreadSlot:
             )
             raise CallTimeout(f"did not return within {limit_s:g} s; its thread was abandoned") from None
 
-    def cpu_s(self) -> float | None:
+    def activity(self) -> Activity | None:
         return None
 
     def close(self) -> None:
@@ -208,12 +227,12 @@ class _Running:
 
     since: float
     limit_s: float
-    cpu_s: float | None  # of the slot, when the call began
+    before: Activity | None  # of the slot, when the call began
 
     def stuck(self, slot: Slot) -> bool:
         elapsed = time.monotonic() - self.since
-        used = slot.cpu_s()
-        busy = used is None or self.cpu_s is None or used - self.cpu_s > _BUSY * elapsed
+        now = slot.activity()
+        busy = now is None or self.before is None or now.runnable or now.cpu_s - self.before.cpu_s > _BUSY * elapsed
         return elapsed > self.limit_s * (STUCK_BUSY if busy else STUCK_ASLEEP)
 
 
@@ -250,9 +269,10 @@ class SlotPool:
 
     def _call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
         slot = self._take(limit_s)
-        with self._lock:
-            self._running[slot] = _Running(time.monotonic(), limit_s, slot.cpu_s() if self._spare else None)
         try:
+            slot.prepare()  # its start is not the call's time: it would look stuck
+            with self._lock:
+                self._running[slot] = _Running(time.monotonic(), limit_s, slot.activity() if self._spare else None)
             return slot.call(function, samples, limit_s)
         finally:
             self._give_back(slot)
@@ -274,12 +294,12 @@ class SlotPool:
                 self._waiting -= 1
 
     def _new_spare(self) -> Slot | None:
-        """One for each slot that is stuck, spares that are stuck included."""
+        """At most `SPARES_PER_STUCK` for each slot that is stuck, spares that are stuck included."""
         with self._lock:
             running = list(self._running.items())
             spares = len(self._spares) + self._starting
             stuck = sum(call.stuck(slot) for slot, call in running)
-            if self._spare is None or self._closed or stuck <= spares or spares >= MAX_SPARES:
+            if self._spare is None or self._closed or spares >= min(SPARES_PER_STUCK * stuck, MAX_SPARES):
                 return None
             self._starting += 1
         slot = self._spare()
@@ -292,7 +312,7 @@ class SlotPool:
 
     def _give_back(self, slot: Slot) -> None:
         with self._lock:
-            del self._running[slot]
+            self._running.pop(slot, None)
             surplus = slot in self._spares and (self._waiting == 0 or self._closed)
             if surplus:
                 self._spares.discard(slot)
