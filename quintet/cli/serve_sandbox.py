@@ -36,9 +36,10 @@ def serve_sandbox(
     except ImportError as error:
         raise QuintetError(f"quintet serve needs the package `{error.name}`: pip install 'quintet[serve]'") from error
     from quintet.sandbox.factory import make_sandbox
+    from quintet.sandbox.protocol import limits_of
 
     sandbox, bound, key = make_sandbox(config), listen(host, port), key_from(KEY_VARIABLE)
-    service = SandboxService(sandbox, key=key, limits=config.limits.limits(), max_requests=max_requests)
+    service = SandboxService(sandbox, key=key, limits=limits_of(config.limits), max_requests=max_requests)
     typer.echo(f"url: {url_of(bound)}\nkey: {key}")
     make_server(service.app()).run(sockets=[bound])
 

@@ -33,7 +33,7 @@ from quintet.reward.errors import FunctionFailed
 from quintet.reward.sample import Sample, Verdict
 from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.factory import make_sandbox
-from quintet.sandbox.protocol import Call, Program, RunResult, Sandbox, SandboxFailure, Value
+from quintet.sandbox.protocol import Call, Program, RunResult, Sandbox, SandboxFailure, Value, limits_of
 from quintet.types import FailureKind, Prompt, QuintetError
 
 _REMEMBERED_PROMPTS = 4096
@@ -77,7 +77,7 @@ class CodeGrader:
     def __init__(self, name: str, args: Mapping[str, Any], timeout_s: float, sandbox: Sandbox | None = None) -> None:
         self._name = name
         self._options = parse_options(name, args)
-        limits = self._options.sandbox.limits.limits()
+        limits = limits_of(self._options.sandbox.limits)
         self._limits = replace(limits, wall_s=min(limits.wall_s, timeout_s), cpu_s=min(limits.cpu_s, timeout_s))
         self._sandbox = sandbox
         self._known: OrderedDict[str, _Known] = OrderedDict()

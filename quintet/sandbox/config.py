@@ -6,8 +6,6 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quintet.sandbox.protocol import Limits
-
 BACKENDS = ("process", "namespace", "remote")
 
 
@@ -22,9 +20,6 @@ class LimitsConfig(BaseModel):
     output_bytes: int = Field(1_000_000, ge=1, description="standard output and error together")
     scratch_mb: int = Field(16, ge=1, description="files written")
     processes: int = Field(1, ge=1, description="1: no child process and no thread")
-
-    def limits(self) -> Limits:
-        return Limits(**self.model_dump())
 
 
 class SandboxConfig(BaseModel):

@@ -20,7 +20,7 @@ from typing import Any
 from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.jail.data import NotData, decode
 from quintet.sandbox.jail.isolation import SNAPSHOT_BYTES
-from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, SandboxFailure, Value
+from quintet.sandbox.protocol import Limits, Outcome, Program, RunResult, SandboxFailure, Value, limits_of
 from quintet.sandbox.snapshot import check_restorable
 from quintet.sandbox.zygote import Jail, Zygote
 from quintet.types import QuintetError
@@ -43,7 +43,7 @@ class ZygotePool:
     """Implements `Sandbox` with any `Jail`."""
 
     def __init__(self, config: SandboxConfig, jail: Jail) -> None:
-        self._limits = config.limits.limits()
+        self._limits = limits_of(config.limits)
         self._jail = jail
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._zygotes: list[Zygote | None] = [None] * (config.workers or len(os.sched_getaffinity(0)))

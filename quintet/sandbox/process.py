@@ -26,7 +26,7 @@ class ProcessJail:
         """Raises QuintetError where it cannot run; warns."""
         launch.check_system(config)
         self._config = config
-        self._base = tempfile.mkdtemp(prefix="quintet-sandbox-")
+        self._bases: list[str] = []
         log.warning(
             "sandbox.backend: process isolates NOTHING: programs can read your files, use the network and kill your "
             "processes. It is for code you trust; a model's code belongs in backend: namespace."
@@ -34,8 +34,11 @@ class ProcessJail:
 
     def command(self, control: int) -> list[str]:
         own_path = [str(launch.jail_folder().parent), str(launch.cloudpickle_folder().parent)]
+        base = tempfile.mkdtemp(prefix="quintet-sandbox-")
+        self._bases.append(base)
         packages = [str(folder) for folder in launch.package_folders(self._config)]
-        return launch.command(self._config, control, own_path, packages, isolation="plain", base=self._base)
+        return launch.command(self._config, control, own_path, packages, isolation="plain", base=base)
 
     def clean_up(self) -> None:
-        shutil.rmtree(self._base, ignore_errors=True)
+        for base in self._bases:  # each interpreter removes its own, unless it was killed
+            shutil.rmtree(base, ignore_errors=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from quintet.sandbox.config import LimitsConfig
 from quintet.types import QuintetError
 
 
@@ -30,6 +31,10 @@ class Limits:
         for name, value in vars(self).items():
             if not 0 < value < math.inf:
                 raise QuintetError(f"limits.{name}: {value} is not a positive number")
+
+
+def limits_of(options: LimitsConfig) -> Limits:
+    return Limits(**options.model_dump())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pytest
 from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.factory import make_sandbox
 from quintet.sandbox.pool import ZygotePool
+from quintet.sandbox.process import ProcessJail
 from quintet.sandbox.protocol import Call, Limits, Outcome, Program, RunResult, Sandbox, Value
 from quintet.types import QuintetError
 
@@ -99,10 +100,10 @@ def assert_nothing_left(box: Box) -> None:
     while sum(len(descendants(pid)) for pid in zygotes) > warm and time.monotonic() < deadline:
         time.sleep(0.05)
     assert sum(len(descendants(pid)) for pid in zygotes) == warm
-    base = getattr(pool._jail, "_base", None)
-    assert base is None or os.listdir(base) == []
+    bases = pool._jail._bases if isinstance(pool._jail, ProcessJail) else []
+    assert [os.listdir(base) for base in bases] == [[] for _ in bases]
     box.wait(pool.close())
-    assert base is None or not os.path.exists(base)
+    assert not any(map(os.path.exists, bases))
     assert not any(os.path.exists(f"/proc/{pid}") for pid in zygotes)
 
 

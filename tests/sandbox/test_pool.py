@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from quintet.sandbox.process import ProcessJail
 from quintet.sandbox.protocol import Limits, Outcome, Program, SandboxFailure
 from quintet.sandbox.zygote import Zygote
 from quintet.types import QuintetError
@@ -117,17 +118,19 @@ def test_closing_ends_what_runs(box: Box) -> None:
     assert not os.path.exists(f"/proc/{process}")
 
 
-def test_programs_die_with_the_judge(box: Box) -> None:
+def test_programs_and_their_files_die_with_the_judge(box: Box) -> None:
     """The control socket is all that keeps the interpreter alive."""
     asyncio_task = box.wait(_start_sleeper(box))
     process = interpreter(box)._process.pid
     programs = list(descendants(process))
     assert programs
+    jail = box.sandbox._jail  # type: ignore[attr-defined]
+    left = [f"/proc/{pid}" for pid in programs] + (jail._bases if isinstance(jail, ProcessJail) else [])
     interpreter(box)._socket.shutdown(2)
     deadline = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in programs) and time.monotonic() < deadline:
+    while any(map(os.path.exists, left)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in programs)
+    assert not any(map(os.path.exists, left))
     with pytest.raises(SandboxFailure):
         box.wait(_result_of(asyncio_task))
 

@@ -81,6 +81,10 @@ class Isolation(Protocol):
         """Leaves no trace of what was in it."""
         ...
 
+    def close(self) -> None:
+        """No more forks."""
+        ...
+
 
 class Plain:
     """Resource limits and a process group. Not a wall: the code sees the file system, the network and every process."""
@@ -109,6 +113,9 @@ class Plain:
     def give_back(self, place: Place) -> None:
         assert isinstance(place.folder, str)
         shutil.rmtree(place.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._base, ignore_errors=True)
 
 
 class Jailed:
@@ -186,6 +193,9 @@ class Jailed:
             return
         os.close(place.mounts)
         os.close(place.folder)
+
+    def close(self) -> None:
+        """Its mounts go with the jail."""
 
     def _check(self, status: int, what: str) -> None:
         if status:

@@ -251,6 +251,7 @@ class Zygote:
         for fork in self._forks.values():
             os.waitpid(fork.pid, 0)
             self.isolation.give_back(fork.place)
+        self.isolation.close()
         os._exit(0)
 
 
