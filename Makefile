@@ -19,7 +19,7 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist workste
 # pip's harmless warnings are kept off the terminal; errors are shown
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
-.PHONY: help setup demo test test-heavy test-vllm vllm-env lint bench clean
+.PHONY: help setup demo test test-heavy test-vllm vllm-env sandbox-deps lint bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,16 @@ bench: setup  ## every benchmark; each prints a ratio against a peer or a limit
 	@for file in benchmarks/[a-z]*.py; do \
 	  echo "== $$file"; $(BIN)/python "$$file"; \
 	done
+
+# Without root or sudo, or where there is no apt, it says what to install; the tests that need it are then skipped
+sandbox-deps:  ## bubblewrap, for running untrusted code in the namespace sandbox (needs root or sudo)
+	@command -v bwrap >/dev/null && exit 0; \
+	as_root=$$([ $$(id -u) = 0 ] || echo sudo); \
+	if command -v apt-get >/dev/null; then \
+	  $$as_root apt-get update -qq && $$as_root apt-get install -qq -y --no-install-recommends bubblewrap; \
+	else \
+	  echo "install bubblewrap with your system's package manager (dnf, pacman, zypper, apk: bubblewrap)"; exit 1; \
+	fi
 
 clean:  ## removes the virtual environment and caches, not your runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
