@@ -121,7 +121,18 @@ class Pretender:
         return True
 
 
-@pytest.mark.parametrize("value", [Pretender(), object(), len, iter([]), range(3), type, {1: {2: Pretender()}}])
+NOT_DATA = {
+    "pretender": Pretender(),
+    "object": object(),
+    "function": len,
+    "iterator": iter([]),
+    "range": range(3),
+    "class": type,
+    "deep down": {1: {2: Pretender()}},
+}
+
+
+@pytest.mark.parametrize("value", NOT_DATA.values(), ids=NOT_DATA)
 def test_what_is_not_data_is_refused(value: Any) -> None:
     with pytest.raises(NotData, match="is not plain data"):
         encode(value, 1000)
