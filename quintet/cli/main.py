@@ -20,6 +20,7 @@ from quintet.cli.eval import evaluate
 from quintet.cli.generate import generate
 from quintet.cli.replay import replay
 from quintet.cli.report import report
+from quintet.cli.serve import serve_app
 from quintet.cli.sft import sft
 from quintet.cli.train import train
 from quintet.types import QuintetError
@@ -79,6 +80,7 @@ app.command("check", epilog=examples(
     "quintet check recipes/sums_tiny.yaml",
     "quintet check recipes/smollm2_sums.yaml --set rollout.max_tokens=64",
 ))(check)  # fmt: skip
+app.add_typer(serve_app, name="serve")
 app.command("config", epilog=examples(
     "quintet config recipes/sums_tiny.yaml --set rollout.group_size=16",
     "quintet config --defaults",

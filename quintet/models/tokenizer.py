@@ -90,9 +90,40 @@ class Tokenizer:
         text = self._render(messages, add_generation_prompt=not continues, continue_final_message=continues, **kwargs)
         return self._one_bos(self.encode(text))
 
+    def encode_after(self, messages: Sequence[dict[str, Any]], answer: int, *, ended: bool, **kwargs: Any) -> list[int]:
+        """Ids between the sampled tokens of the assistant's message `messages[answer]` and its next turn: the
+        template's end of that turn, the messages after it, the head of the next one.
+
+        The answer is never encoded: a marker stands in for it, and what the template writes behind the marker is what
+        counts. `ended`: the sampled tokens end with an end id, which then takes the place of the template's own.
+        Raises QuintetError when the template does not show the marker exactly once.
+        """
+        marker = {"role": "assistant", "content": _SENTINEL}
+        continues = answer + 1 < len(messages) and messages[-1].get("role") == "assistant"
+        text = self._render(
+            [*messages[:answer], marker, *messages[answer + 1 :]],
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **kwargs,
+        )
+        if text.count(_SENTINEL) != 1:
+            raise QuintetError(
+                f"The chat template of {self.name!r} does not show an assistant's message exactly once: a conversation "
+                "cannot be continued from its sampled tokens."
+            )
+        ids = self.encode(text.partition(_SENTINEL)[2])
+        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        if ended and end is not None and not self.decode(ids[:end]).strip():
+            return ids[end + 1 :]
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out, no spaces tidied."""
         return str(self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As `decode`, special tokens written out."""
+        return str(self.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def save(self, path: str) -> None:
         self.hf.save_pretrained(path)

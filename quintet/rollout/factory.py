@@ -130,7 +130,7 @@ class CheckedRolloutWorker:
         self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
     ) -> list[Rollout]:
         rollouts = await self.worker.generate(prompts, sampling_params, weight_version)
-        expected = [(g.group_id, index) for g in prompts for index in range(sampling_params.n)]
+        expected = [(g.group_id, index) for g in prompts for index in _indices(sampling_params)]
         if [(r.group_id, r.sample_index) for r in rollouts] != expected:
             raise QuintetError(
                 f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given."
@@ -147,6 +147,10 @@ class CheckedRolloutWorker:
 
     async def abort(self, group_ids: list[GroupId]) -> None:
         await self.worker.abort(group_ids)
+
+
+def _indices(params: SamplingParams) -> range:
+    return range(params.first_sample, params.first_sample + params.n)
 
 
 def check_rollout(rollout: Rollout, engine: str) -> None:
