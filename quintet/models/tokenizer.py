@@ -202,10 +202,26 @@ class PromptEncoder:
         """Ids of `messages`, or of `text` when there are no messages."""
         if not self.uses_chat_template:
             return self._tokenizer.encode_plain(self._plain(messages, text))
+        return self.encode(self.conversation(messages, text))
+
+    def conversation(self, messages: list[dict[str, Any]] | None, text: str | None) -> list[dict[str, Any]]:
+        """The chat messages of a prompt, the system prompt included. Only with a chat template."""
         chat = messages if messages is not None else [{"role": "user", "content": text}]
         if self._config.system_prompt and chat[0].get("role") != "system":
-            chat = [{"role": "system", "content": self._config.system_prompt}, *chat]
-        return self._tokenizer.encode_chat(chat, **self._config.chat_template_kwargs)
+            return [{"role": "system", "content": self._config.system_prompt}, *chat]
+        return list(chat)
+
+    def encode(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant; `tools` in OpenAI's form for templates that show them."""
+        offered = {"tools": tools} if tools else {}
+        return self._tokenizer.encode_chat(chat, **offered, **self._config.chat_template_kwargs)
+
+    def encode_after(
+        self, chat: list[dict[str, Any]], answer: int, *, ended: bool, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """As `Tokenizer.encode_after`, with the recipe's template options."""
+        offered = {"tools": tools} if tools else {}
+        return self._tokenizer.encode_after(chat, answer, ended=ended, **offered, **self._config.chat_template_kwargs)
 
     def _plain(self, messages: list[dict[str, Any]] | None, text: str | None) -> str:
         if messages is None and text is not None:

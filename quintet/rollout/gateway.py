@@ -67,7 +67,7 @@ class _RecordedJob(Job):
 
 
 class Gateway:
-    """Sessions over one worker; a `Host` of OpenAI's routes. `timeout_s`: idle seconds after which a session expires."""
+    """Sessions over one worker; a `Host` of OpenAI's routes. `timeout_s`: idle seconds until a session expires."""
 
     def __init__(
         self,

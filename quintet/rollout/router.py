@@ -286,8 +286,6 @@ class LoadBalancer:
             known.version = health.version
             if not health:
                 self._down(known, health.message)
-            elif known.state is WorkerState.DOWN:
-                known.state, known.message = WorkerState.UP, ""
         self._notify()
 
     def remove(self, worker: str) -> None:
@@ -334,7 +332,7 @@ class LoadBalancer:
     def _wake_rested(self) -> None:
         for worker in self._workers.values():
             if worker.state is WorkerState.DOWN and worker.down_until <= self._clock.now():
-                worker.state = WorkerState.UP
+                worker.state, worker.message = WorkerState.UP, ""
 
     async def _change(self, deadline: float) -> None:
         """Until something changed, a worker may be tried again, or the deadline."""
@@ -365,6 +363,4 @@ class LoadBalancer:
     def _explain(self, request: RouteRequest) -> str:
         seen = ", ".join(f"{w.name} {w.state} (version {w.version}) {w.message}".strip() for w in self.status())
         wanted = f" with weight version {request.min_version} or newer" if request.min_version >= 0 else ""
-        return (
-            f"no rollout worker{wanted} could take a request within {self._patience_s:g} s: {seen or 'there is none'}"
-        )
+        return f"no rollout worker{wanted} took a request within {self._patience_s:g} s: {seen or 'there is none'}"

@@ -73,7 +73,7 @@ class SessionRecord(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Match:
-    """Where a request stands: after `turn` (None: at the start), with `messages[start:]` new and encoded as `new_ids`."""
+    """Where a request stands: after `turn` (None: at the start), with `messages[start:]` new, encoded as `new_ids`."""
 
     turn: TurnRecord | None
     start: int
@@ -100,7 +100,7 @@ class Session:
     )
 
     def match(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Any, **kwargs: Any) -> Match:
-        """Splice the recorded ids in. `kwargs` go to the chat template. Raises QuintetError where that cannot render."""
+        """Splice the recorded ids in. `kwargs` go to the chat template. Raises QuintetError where that refuses."""
         plain = [plain_message(m) for m in messages]
         key = canonical_tools(tools)
         turn, start = self._deepest(None, [_canonical(m) for m in plain], 0, key)

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen and others).
+"""Tool calls as models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen ...).
 
 A call that does not parse is the policy's own doing: it is told apart with its reason and never run.
 """

@@ -40,7 +40,7 @@ class Transcript:
         them the turn could not be trained, and nothing would say so."""
         if not len(ids) == len(logprobs) == len(versions):
             raise ValueError(
-                f"{len(ids)} sampled tokens with {len(logprobs)} log-probabilities, {len(versions)} versions"
+                f"{len(ids)} sampled tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions"
             )
         self.response_ids += ids
         self.logprobs += logprobs

@@ -65,9 +65,13 @@ def random_model(tokenizer: Tokenizer, *, context: int = 512, seed: int = 0) -> 
 
 
 @torch.no_grad()
-def scripted_model(tokenizer: Tokenizer, script: dict[str, str], *, context: int = 512) -> PreTrainedModel:
+def scripted_model(
+    tokenizer: Tokenizer, script: dict[str, str], *, context: int = 512, noise: float = 0.0
+) -> PreTrainedModel:
     """Says after each token of `script` its value, for certain: embeddings are one-hot, layers add nothing, and the
-    head holds the successors. Everything else is followed by the end id."""
+    head holds the successors. Everything else is followed by the end id.
+
+    With `noise` the layers are random and the successors only likely (about every other time)."""
     size = tokenizer.vocab_size + tokenizer.vocab_size % 2
     config = LlamaConfig(
         vocab_size=size,
@@ -82,14 +86,15 @@ def scripted_model(tokenizer: Tokenizer, script: dict[str, str], *, context: int
         bos_token_id=None,
         pad_token_id=None,
     )
+    torch.manual_seed(0)
     model = LlamaForCausalLM(config).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" not in name:
-            parameter.zero_()
+            parameter.normal_(0.0, noise)
     model.model.embed_tokens.weight.copy_(torch.eye(size))
     successor = {tokenizer.encode(a)[0]: tokenizer.encode(b)[0] for a, b in script.items()}
     for token in range(size):
-        model.lm_head.weight[successor.get(token, tokenizer.eos_ids[0]), token] = 10.0
+        model.lm_head.weight[successor.get(token, tokenizer.eos_ids[0]), token] = 0.5 if noise else 10.0
     return model
 
 
