@@ -11,9 +11,8 @@ import typer
 
 from quintet.cli.common import SetOption
 from quintet.config import load_config
+from quintet.rollout.factory import KEY_VARIABLE
 from quintet.types import QuintetError
-
-KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
 
 
 def serve_rollout(

@@ -30,6 +30,7 @@ from quintet.cluster.build import (
     rollout_worker,
     sampling_params,
     warm_start,
+    weight_store,
     with_adapters,
 )
 from quintet.cluster.durable import Keeper
@@ -50,10 +51,10 @@ from quintet.observe.trace import ChromeTrace
 from quintet.observe.trackers import open_trackers
 from quintet.protocols import RewardService, RolloutWorker
 from quintet.reward.service import LocalRewardService
+from quintet.rollout.agent_loop import AgentLoopWorker
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Group, MetricSink, StepMetrics
-from quintet.weights.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +153,12 @@ class LocalRun:
         self, base: Base, data: Data, reward: RewardService, checkpoint: Path | None, state: ControllerState
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
-        store = MemoryStore()
+        store = weight_store(self.config)
         trace = ChromeTrace(self.folder.trace)
         self._timeline = Timeline(trace)
-        if isinstance(rollout, EngineWorker):  # engines of a user's own do not tell their phases
-            rollout.on_span = self._timeline
+        engine = rollout.worker if isinstance(rollout, AgentLoopWorker) else rollout
+        if isinstance(engine, EngineWorker):  # engines of a user's own do not tell their phases
+            engine.on_span = self._timeline
         train = LocalTrainWorker(
             model,
             tokenizer=base.tokenizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintet.cluster.build import Base, load_policy, rollout_worker
+from quintet.cluster.build import Base, engine_worker, load_policy
 from quintet.config import RunConfig
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.rollout.server import RolloutServer
@@ -13,7 +13,7 @@ from quintet.rollout.server import RolloutServer
 def rollout_server(config: RunConfig, *, key: str, weights_root: Path | None) -> RolloutServer:
     """The configured model and engine, loaded. Raises QuintetError as those do."""
     base = Base.of(config)
-    worker = rollout_worker(config, base, load_policy(config.model), 0)
+    worker = engine_worker(config, base, load_policy(config.model), 0)
     assert isinstance(worker, EngineWorker), "the command refuses other engines"
     return RolloutServer(
         worker,

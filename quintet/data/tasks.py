@@ -215,11 +215,29 @@ def sort(
         yield {"prompt": _fill(template, s=s), "answer": "".join(sorted(s, key=alphabet.index)), "s": s}
 
 
+def tool_products(
+    *,
+    seed: int,
+    min: int = 10,
+    max: int = 99,
+    count: int | None = None,
+    call: str = "<c>{a}*{b}</c>",
+    result: str = "[{value}]",
+    template: str = "{a}*{b}=",
+) -> Iterator[dict[str, Any]]:
+    """a x b, to be had from a calculator: `demonstration` holds the call, the tool's reply and the answer by turns."""
+    for a, b in _pairs(seed, min, max, count):
+        fields = {"a": str(a), "b": str(b), "value": str(a * b)}
+        turns = [_fill(call, **fields), _fill(result, **fields), str(a * b)]
+        yield {"prompt": _fill(template, **fields), "answer": str(a * b), "a": a, "b": b, "demonstration": turns}
+
+
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "sums": sums,
         "differences": differences,
         "products": products,
+        "tool_products": tool_products,
         "compare": compare,
         "copy": copy,
         "reverse": reverse,

@@ -96,6 +96,13 @@ def math(sample: Sample, *, unboxed: bool = False) -> Verdict:
     return verdict(sample, unboxed=unboxed)
 
 
+def environment(sample: Sample) -> Verdict:
+    """What the environment gave for the episode; abstains where it leaves the verdict to other functions."""
+    if sample.episode is None:
+        raise FunctionFailed(f"the rollout of prompt {sample.prompt_id} took place in no environment")
+    return Verdict(sample.episode.reward, {"outcome": sample.episode.outcome})
+
+
 def reference_fault(rule: str, answer: str | None) -> str | None:
     """Why a sample with this reference answer could never be graded by `rule`; None when it could."""
     if rule not in ("number", "exact", "math"):
@@ -118,6 +125,7 @@ RULES: dict[str, Rule] = {
     "length": length,
     "math": math,
     "reasoning_gym": reasoning_gym,
+    "environment": environment,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.types import FinishReason, Group
+from quintet.types import Episode, FinishReason, Group
 
 Info = dict[str, Any]
 
@@ -28,6 +28,7 @@ class Sample(msgspec.Struct):
     task_type: str = ""
     test_cases: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] = {}
+    episode: Episode | None = None  # set: the rollout took place in an environment
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -51,4 +52,5 @@ def sample_of(group: Group, index: int) -> Sample:
         task_type=prompt.task_type,
         test_cases=prompt.test_cases,
         metadata=prompt.metadata,
+        episode=rollout.episode,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +63,7 @@ class AgentLoopWorker:
         encoder: PromptEncoder,
         config: EnvironmentConfig,
         context: int,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.worker = worker
         self.tokenizer = tokenizer
@@ -70,6 +71,7 @@ class AgentLoopWorker:
         self.config = config
         self.context = context
         self._make = make
+        self._on_close = on_close
         self._places = asyncio.Semaphore(config.max_sessions)
         self._running: dict[GroupId, set[_Running]] = {}
 
@@ -97,6 +99,8 @@ class AgentLoopWorker:
         await self.worker.abort(group_ids)
 
     async def close(self) -> None:
+        if self._on_close is not None:
+            await self._on_close()
         await self.worker.close()  # type: ignore[attr-defined]
 
     async def _episode(self, group: Group, index: int, params: SamplingParams, version: int) -> Rollout:

@@ -176,11 +176,10 @@ class AgentRolloutWorker:
         rollout = session.main_rollout()
         if rollout is None:
             failure = failure or Failure(FailureKind.ENVIRONMENT, "the agent made no call", retryable=False)
-            ids = group.prompt.token_ids
             return Rollout(
                 group.group_id,
                 session.record.sample_index,
-                ids,
+                group.prompt.token_ids,
                 [],
                 "",
                 [],

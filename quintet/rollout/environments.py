@@ -138,7 +138,7 @@ def environment_problem(config: EnvironmentConfig) -> tuple[str, str] | None:
     if config.kind is None and config != EnvironmentConfig():
         return (
             "environment.kind",
-            "environment has options but no kind: set environment.kind (e.g. tools), or remove it",
+            "environment has options but no kind: set environment.kind, e.g. to tools",
         )
     if config.kind == TOOLS and not config.tools:
         return "environment.tools", "environment.kind is tools, but environment.tools is empty: name at least one"

@@ -2,9 +2,9 @@
 
 Two ways to write a call:
 
-    json   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, several in a turn; for chat models. Replies are
-           messages of role `tool`.
-    tags   <add>1+2</add>, which ends the turn; for small models and plain text. The reply is `result` around the text.
+    json   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, several in a turn; for chat models. The
+           replies are messages of role `tool`.
+    tags   <add>1+2</add>, which ends the turn; for small models and plain text. The reply is `result` with its text.
 """
 
 from __future__ import annotations

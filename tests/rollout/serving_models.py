@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +33,7 @@ TEMPLATE = (
 )
 
 
-def chat_tokenizer() -> Tokenizer:
+def chat_tokenizer(extra: Sequence[str] = ()) -> Tokenizer:
     """Characters, a few merges (so that sampled ids often differ from re-encoded text), ChatML marks."""
     characters = list(dict.fromkeys(string.printable + "é"))
     vocabulary = {token: i for i, token in enumerate([*characters, *(a + b for a, b in MERGES)])}
@@ -41,7 +41,7 @@ def chat_tokenizer() -> Tokenizer:
     raw.decoder = decoders.Fuse()
     hf = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, clean_up_tokenization_spaces=False)
     hf.add_special_tokens({"additional_special_tokens": [START, END]})
-    hf.add_tokens([CALL])
+    hf.add_tokens([CALL, *extra])
     hf.chat_template = TEMPLATE
     return Tokenizer(hf, name=MODEL)
 
