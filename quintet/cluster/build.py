@@ -23,7 +23,7 @@ from quintet.models.lora import apply_lora, merged_state_dict
 from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.protocols import RolloutWorker
 from quintet.rollout.agent_loop import AgentLoopWorker
-from quintet.rollout.environments import AGENT, EnvironmentFactory, is_agent, load
+from quintet.rollout.environments import AGENT, EnvironmentFactory, check_environment, is_agent, load
 from quintet.rollout.factory import check_rollout_config, make_rollout_worker
 from quintet.train.offline import Example, sft, warm_start_config
 from quintet.types import Prompt, QuintetError, SamplingParams
@@ -52,6 +52,7 @@ class Base:
     @classmethod
     def of(cls, config: RunConfig) -> Base:
         check_rollout_config(config.rollout)
+        check_environment(config.environment)
         use_threads(config)
         device = resolve_device(config.model.device)
         hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)

@@ -24,6 +24,16 @@ def is_agent(config: EnvironmentConfig) -> bool:
     return config.kind is not None and config.kind.startswith(AGENT)
 
 
+def check_environment(config: EnvironmentConfig) -> None:
+    """Raises QuintetError for what does not exist: the kind, a tool, an argument. Imports the user's own modules."""
+    if config.kind is None:
+        return
+    if is_agent(config):
+        load(config.kind.removeprefix(AGENT), "environment.kind")
+    else:
+        EnvironmentFactory(config)
+
+
 class EnvironmentFactory:
     """Makes the configured environment, one per episode; what they share (corpora, the sandbox) is made once.
 

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quintet.clock import Clock, RealClock
 from quintet.models.tokenizer import Tokenizer
-from quintet.rollout.http_app import key_of, make_app
+from quintet.rollout.http_app import document_model, key_of, make_app
 from quintet.rollout.openai_api import MAX_N, ApiError, ChatRequest, CompletionRequest
 from quintet.rollout.openai_routes import Credentials, Job, openai_router
 from quintet.rollout.server import room
@@ -220,6 +220,7 @@ class Gateway:
         app = make_app("quintet gateway")
         app.include_router(openai_router(self))
         _session_routes(app, self)
+        document_model(app, self.model)
         return app
 
 

@@ -6,6 +6,7 @@ failed rollout of kind `transport`, retryable, which the router goes on with els
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Collection
 from typing import Any
@@ -65,10 +66,10 @@ class HttpRolloutWorker:
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
         check_params(sampling_params)
-        rollouts: list[Rollout] = []
-        for group in prompts:
-            rollouts += await self._group(group, sampling_params, weight_version, on_token)
-        return rollouts
+        made = await asyncio.gather(
+            *(self._group(group, sampling_params, weight_version, on_token) for group in prompts)
+        )
+        return [rollout for rollouts in made for rollout in rollouts]
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
         """The server reads the version from a folder that both sides reach. Raises TransportError, QuintetError."""

@@ -112,6 +112,24 @@ def _describe_only_400(app: FastAPI) -> None:
     app.openapi = described  # type: ignore[method-assign]
 
 
+def streamed_as(media_type: str) -> dict[int | str, dict[str, Any]]:
+    """What a route documents that answers with JSON, or streams."""
+    return {200: {"description": "the answer, whole or streamed", "content": {"application/json": {}, media_type: {}}}}
+
+
+def document_model(app: FastAPI, model: str) -> None:
+    """The OpenAPI document says which model there is."""
+    generate = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = generate()
+        for name in ("ChatRequest", "CompletionRequest"):
+            document["components"]["schemas"][name]["properties"]["model"]["enum"] = [model]
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
 def key_of(credentials: HTTPAuthorizationCredentials | None) -> str:
     """The key that a caller shows. Raises ApiError 401 without one."""
     if credentials is None:

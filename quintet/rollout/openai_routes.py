@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials
 
 from quintet.models.tokenizer import Tokenizer
-from quintet.rollout.http_app import bearer, closing, event_stream, unless_gone
+from quintet.rollout.http_app import bearer, closing, event_stream, streamed_as, unless_gone
 from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest
 from quintet.rollout.replies import (
     Answer,
@@ -48,9 +48,14 @@ class Job:
 class Host(Protocol):
     """What the routes need of the service they belong to."""
 
-    worker: TokenWorker
-    tokenizer: Tokenizer
-    model: str
+    @property
+    def worker(self) -> TokenWorker: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def model(self) -> str: ...
 
     def check_key(self, credentials: HTTPAuthorizationCredentials | None) -> str:
         """The caller's key. Raises ApiError 401."""
@@ -75,14 +80,16 @@ def openai_router(host: Host) -> APIRouter:
         host.check_key(credentials)
         return {"object": "list", "data": [{"id": host.model, "object": "model", "created": 0, "owned_by": "quintet"}]}
 
-    @router.post("/chat/completions", response_model=None)
+    streamed = streamed_as("text/event-stream")
+
+    @router.post("/chat/completions", response_model=None, responses=streamed)
     async def chat_completions(body: ChatRequest, request: Request, credentials: Credentials) -> Response:
         key = host.check_key(credentials)
         _check_model(host, body.model)
         body.refuse_unserved()
         return await _answer(host, request, body, await host.chat_job(key, body))
 
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", response_model=None, responses=streamed)
     async def completions(body: CompletionRequest, request: Request, credentials: Credentials) -> Response:
         key = host.check_key(credentials)
         _check_model(host, body.model)
@@ -124,34 +131,40 @@ def _messages(body: ChatRequest | CompletionRequest, rollouts: list[Rollout]) ->
 
 async def _events(host: Host, body: ChatRequest | CompletionRequest, job: Job, answer: Answer) -> AsyncIterator[str]:
     """The whole stream of one answer, an error as its last event where there is one."""
-    writer = StreamWriter(answer, body, (*host.tokenizer.eos_ids, *job.params.stop_token_ids))
     try:
-        for chunk in writer.begin(len(job.groups) * job.params.n):
-            yield sse(chunk)
-        # tokens of one request carry no group: several prompts are streamed one after the other
-        done: list[Rollout] = []
-        for number, group in enumerate(job.groups):
-            async with closing(stream(host.worker, [group], job.params, 0)) as events:
-                async for event in events:
-                    if isinstance(event, SampledToken):
-                        index = number * job.params.n + event.sample_index - job.params.first_sample
-                        chunks = writer.token(index, event)
-                    else:
-                        check_served(event)
-                        done += event
-                        continue
-                    for chunk in chunks:
-                        yield sse(chunk)
-        messages = _messages(body, done)
-        job.finish(done, messages)
-        host.note("chat" if messages else "text", done)
-        for index, rollout in enumerate(done):
-            for chunk in writer.end(index, rollout, messages[index] if messages else None):
+        async with closing(_chunks(host, body, job, answer)) as chunks:
+            async for chunk in chunks:
                 yield sse(chunk)
-        for chunk in writer.usage([group.prompt.token_ids for group in job.groups], done):
-            yield sse(chunk)
         yield sse("[DONE]")
     except (ApiError, QuintetError) as error:
         yield sse(error.body if isinstance(error, ApiError) else ApiError(400, str(error)).body)
     finally:
         job.close()
+
+
+async def _chunks(
+    host: Host, body: ChatRequest | CompletionRequest, job: Job, answer: Answer
+) -> AsyncIterator[dict[str, Any]]:
+    """Tokens carry no group, so that several prompts are streamed one after the other."""
+    writer = StreamWriter(answer, body, (*host.tokenizer.eos_ids, *job.params.stop_token_ids))
+    done: list[Rollout] = []
+    for chunk in writer.begin(len(job.groups) * job.params.n):
+        yield chunk
+    for number, group in enumerate(job.groups):
+        async with closing(stream(host.worker, [group], job.params, 0)) as events:
+            async for event in events:
+                if isinstance(event, SampledToken):
+                    index = number * job.params.n + event.sample_index - job.params.first_sample
+                    for chunk in writer.token(index, event):
+                        yield chunk
+                else:
+                    check_served(event)
+                    done += event
+    messages = _messages(body, done)
+    job.finish(done, messages)
+    host.note("chat" if messages else "text", done)
+    for index, rollout in enumerate(done):
+        for chunk in writer.end(index, rollout, messages[index] if messages else None):
+            yield chunk
+    for chunk in writer.usage([group.prompt.token_ids for group in job.groups], done):
+        yield chunk

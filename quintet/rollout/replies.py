@@ -65,9 +65,10 @@ class Answer:
         text = self.tokenizer.decode_all([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
 
-    def text_logprobs(self, tokens: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    def text_logprobs(self, tokens: Sequence[tuple[int, float]], offset: int = 0) -> dict[str, Any]:
+        """`offset`: characters of the tokens before these."""
         shown = [self.tokenizer.decode_all([token]) for token, _ in tokens]
-        offsets = [sum(map(len, shown[:i])) for i in range(len(shown))]
+        offsets = [offset + sum(map(len, shown[:i])) for i in range(len(shown))]
         return {
             "tokens": shown,
             "token_logprobs": [logprob for _, logprob in tokens],
@@ -126,13 +127,14 @@ class StreamWriter:
         self._stop_ids = stop_ids
         self._texts: dict[int, TextStream] = {}
         self._unsent: dict[int, list[tuple[int, float]]] = {}
+        self._offsets: dict[int, int] = {}  # characters of the tokens sent so far
 
     def begin(self, choices: int) -> list[dict[str, Any]]:
         for index in range(choices):
             self._texts[index] = TextStream(
                 self._answer.tokenizer.decode, barriers=self._barriers, silent_ids=self._stop_ids
             )
-            self._unsent[index] = []
+            self._unsent[index], self._offsets[index] = [], 0
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(choices)] if self._chat else []
 
     def token(self, index: int, token: SampledToken) -> list[dict[str, Any]]:
@@ -160,17 +162,21 @@ class StreamWriter:
 
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         tokens, self._unsent[index] = self._unsent[index], []
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(tokens)}
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(index, tokens)}
         if self._request.return_token_ids:
             choice["token_ids"] = [token for token, _ in tokens]
         if self._chat:
             return self._answer.head("chat.completion.chunk") | {"choices": [choice | {"delta": delta}]}
         return self._answer.head() | {"choices": [choice | {"text": delta.get("content", "")}]}
 
-    def _logprobs(self, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
         if self._request.logprobs in (None, False) or not tokens:
             return None
-        return self._answer.chat_logprobs(tokens) if self._chat else self._answer.text_logprobs(tokens)
+        if self._chat:
+            return self._answer.chat_logprobs(tokens)
+        found = self._answer.text_logprobs(tokens, self._offsets[index])
+        self._offsets[index] += sum(map(len, found["tokens"]))
+        return found
 
 
 def sse(data: Any) -> str:

@@ -204,8 +204,8 @@ class RoutedRolloutWorker:
         session = f"{group.group_id}#{params.first_sample if params.n == 1 else ''}"
         try:
             lease = await self._balancer.acquire(RouteRequest(session, group.prompt.token_ids, version, avoid))
-        except NoWorker as error:
-            failure = Failure(FailureKind.TRANSPORT, str(error), retryable=True)
+        except NoWorker as none:
+            failure = Failure(FailureKind.TRANSPORT, str(none), retryable=True)
             indices = range(params.first_sample, params.first_sample + params.n)
             return [_failed(group, i, failure) for i in indices], ""
         error: str | None = None

@@ -17,19 +17,21 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 
 from quintet.models.tokenizer import Tokenizer
 from quintet.rollout.engine.worker import EngineWorker, PauseMode
-from quintet.rollout.http_app import closing, event_stream, key_of, make_app, unless_gone
+from quintet.rollout.http_app import closing, document_model, event_stream, key_of, make_app, streamed_as, unless_gone
 from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest, plain_message
 from quintet.rollout.openai_routes import Credentials, Job, openai_router
-from quintet.rollout.streaming import stream
+from quintet.rollout.streaming import stream, with_signs_of_life
 from quintet.types import Group, GroupId, Prompt, QuintetError, Rollout, SampledToken, SamplingParams, WeightRef
 
+SIGN_OF_LIFE_S = 10.0
+GROUP_ID = r"^[^\n]+/e-?[0-9]{1,18}\.o-?[0-9]{1,18}\.a-?[0-9]{1,18}$"
 NDJSON = "application/x-ndjson"
 
 
@@ -38,7 +40,7 @@ class _Body(BaseModel):
 
 
 class GeneratePrompt(_Body):
-    group_id: str = Field(max_length=1000, description="keys the randomness: PROMPT/e0.o0.a0")
+    group_id: str = Field(max_length=1000, pattern=GROUP_ID, description="keys the randomness: PROMPT/e0.o0.a0")
     token_ids: list[int] = Field(min_length=1)
 
 
@@ -104,6 +106,7 @@ class RolloutServer:
         app = make_app("quintet rollout", lifespan)
         app.include_router(openai_router(self))
         _control_routes(app, self)
+        document_model(app, self.model)
         return app
 
     # -- Host ------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ def room(prompt: int, wanted: int | None, context: int) -> int:
 def _control_routes(app: FastAPI, server: RolloutServer) -> None:
     worker = server.worker
 
-    @app.post("/generate", response_model=None)
+    @app.post("/generate", response_model=None, responses=streamed_as(NDJSON))
     async def generate(body: GenerateRequest, request: Request, credentials: Credentials) -> Response:
         server.check_key(credentials)
         groups, params = _work(body)
@@ -204,12 +207,12 @@ def _control_routes(app: FastAPI, server: RolloutServer) -> None:
         await worker.resume()
         return {"status": "running"}
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"description": "it cannot serve; `message` says why"}})
     async def health() -> Response:
         found = await worker.health_check()
         return JSONResponse(msgspec.to_builtins(found), 200 if found else 503)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(credentials: Credentials) -> Response:
         server.check_key(credentials)
         return Response(await server.metrics.text(worker), media_type=CONTENT_TYPE_LATEST)
@@ -237,8 +240,10 @@ async def _lines(
 ) -> AsyncIterator[str]:
     try:
         async with closing(stream(server.worker, groups, params, version)) as events:
-            async for event in events:
-                if isinstance(event, SampledToken):
+            async for event in with_signs_of_life(events, SIGN_OF_LIFE_S):
+                if event is None:
+                    yield "\n"
+                elif isinstance(event, SampledToken):
                     yield json.dumps({"token": msgspec.to_builtins(event)}) + "\n"
                 else:
                     server.note("generate", event)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quintet.rollout.engine.sequence import OnToken
 from quintet.types import Group, GroupId, Health, Rollout, SampledToken, SamplingParams, WeightRef
+
+T = TypeVar("T")
 
 
 class TokenWorker(Protocol):
@@ -51,6 +53,26 @@ async def stream(
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])
+
+
+async def with_signs_of_life(events: AsyncIterator[T], every_s: float) -> AsyncIterator[T | None]:
+    """`events`, and None whenever nothing has come for `every_s`: a reader can tell slow from dead."""
+    upcoming = asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            done, _ = await asyncio.wait([upcoming], timeout=every_s)
+            if not done:
+                yield None
+                continue
+            try:
+                event = upcoming.result()
+            except StopAsyncIteration:
+                return
+            yield event
+            upcoming = asyncio.ensure_future(anext(events))
+    finally:
+        upcoming.cancel()
+        await asyncio.wait([upcoming])
 
 
 class TextStream:

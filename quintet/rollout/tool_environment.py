@@ -20,7 +20,8 @@ from quintet.types import FinishReason, Prompt
 
 
 class ToolEnvironment(TextEnvironment):
-    """One episode. `on_malformed`: `reply` tells the policy what was wrong, `end` ends the episode.
+    """One episode. `result` (in tags) and `error` are how replies are written, with `{result}` and `{reason}`.
+    `on_malformed`: `reply` tells the policy what was wrong, `end` ends the episode.
 
     The answer's worth is left to the reward functions; `limit_reward` is what running out is worth (None: they decide
     on that as well), `malformed_reward` what an end by a malformed call is.
@@ -32,6 +33,7 @@ class ToolEnvironment(TextEnvironment):
         *,
         format: Literal["json", "tags"] = "json",
         result: str = "[{result}]",
+        error: str = "error: {reason}",
         on_malformed: Literal["reply", "end"] = "reply",
         limit_reward: float | None = None,
         malformed_reward: float | None = None,
@@ -41,6 +43,7 @@ class ToolEnvironment(TextEnvironment):
         self._tools = {tool.name: tool for tool in tools}
         self._format = format
         self._result = result
+        self._error = error
         self._on_malformed = on_malformed
         self._malformed_reward = malformed_reward
         self._timeout_s = timeout_s
@@ -75,14 +78,14 @@ class ToolEnvironment(TextEnvironment):
 
     async def _reply(self, call: ToolCall | Malformed) -> str:
         if isinstance(call, Malformed):
-            return f"error: the call does not parse: {call.reason}"
+            return self._error.format(reason=f"the call does not parse: {call.reason}")
         tool = self._tools.get(call.name)
         if tool is None:
-            return f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+            return self._error.format(reason=f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
         try:
             return await tool.call(call.arguments, self._timeout_s)
-        except ToolError as error:
-            return f"error: {error}"
+        except ToolError as fault:
+            return self._error.format(reason=fault)
 
     def _observation(self, calls: Sequence[ToolCall | Malformed], replies: Sequence[str]) -> Observation:
         if self._format == "tags":

@@ -129,7 +129,7 @@ def calculator(expression: str) -> str:
 
 def _without_leading_zeros(expression: str) -> str:
     """`07` is no number in Python."""
-    out = []
+    out: list[str] = []
     for i, character in enumerate(expression):
         begins = i == 0 or not (expression[i - 1].isdigit() or expression[i - 1] in "._")
         kept = "".join(out)
