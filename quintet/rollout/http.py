@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from quintet.rollout.engine.sequence import OnToken, check_params
+from quintet.rollout.streaming import OutdatedWeights
 from quintet.types import (
     Failure,
     FailureKind,
@@ -148,7 +149,9 @@ class HttpRolloutWorker:
             said = reply.text[:200]
         if reply.status_code >= 500:
             raise TransportError(f"status {reply.status_code}: {said}")
-        if reply.status_code in (401, 403, 409):
+        if reply.status_code == 409:
+            raise OutdatedWeights(f"rollout server {self.url}: {said}")
+        if reply.status_code in (401, 403):
             raise QuintetError(f"rollout server {self.url}: {said}")
         raise RequestRefused(said)
 

@@ -170,7 +170,7 @@ class StreamWriter:
         return self._answer.head() | {"choices": [choice | {"text": delta.get("content", "")}]}
 
     def _logprobs(self, index: int, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
-        if self._request.logprobs in (None, False) or not tokens:
+        if self._request.logprobs is None or self._request.logprobs is False or not tokens:  # 0 asks for them
             return None
         if self._chat:
             return self._answer.chat_logprobs(tokens)

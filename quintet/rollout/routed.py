@@ -16,7 +16,7 @@ import msgspec
 from quintet.clock import Clock, RealClock
 from quintet.rollout.engine.sequence import OnToken
 from quintet.rollout.router import NoWorker, RequestLoadBalancer, RouteRequest, WorkerState
-from quintet.rollout.streaming import TokenWorker
+from quintet.rollout.streaming import OutdatedWeights, TokenWorker
 from quintet.types import (
     Failure,
     FailureKind,
@@ -28,7 +28,6 @@ from quintet.types import (
     QuintetError,
     Rollout,
     SamplingParams,
-    VersionRun,
     WeightRef,
     expand_versions,
     run_length,
@@ -205,13 +204,14 @@ class RoutedRolloutWorker:
         try:
             lease = await self._balancer.acquire(RouteRequest(session, group.prompt.token_ids, version, avoid))
         except NoWorker as none:
-            failure = Failure(FailureKind.TRANSPORT, str(none), retryable=True)
-            indices = range(params.first_sample, params.first_sample + params.n)
-            return [_failed(group, i, failure) for i in indices], ""
+            return _failed(group, params, str(none)), ""
         error: str | None = None
         try:
             rollouts = await self._workers[lease.worker].generate([group], params, version, on_token=on_token)
             error = next((r.failure.message for r in rollouts if r.failure and _is_unfinished(r)), None)
+        except OutdatedWeights as outdated:  # it was started again: the next poll gives it the newest
+            error = str(outdated)
+            rollouts = _failed(group, params, error)
         finally:
             self._balancer.release(lease, error=error)
         return rollouts, lease.worker
@@ -277,8 +277,10 @@ def _prompt_so_far(prompt: Prompt, rollout: Rollout) -> Prompt:
     return Prompt(prompt.id, [*prompt.token_ids, *rollout.response_ids])
 
 
-def _failed(group: Group, index: int, failure: Failure) -> Rollout:
-    versions: list[VersionRun] = []
-    return Rollout(
-        group.group_id, index, group.prompt.token_ids, [], "", [], [], versions, FinishReason.FAILED, failure=failure
-    )
+def _failed(group: Group, params: SamplingParams, message: str) -> list[Rollout]:
+    failure = Failure(FailureKind.TRANSPORT, message, retryable=True)
+    prompt, reason = group.prompt.token_ids, FinishReason.FAILED
+    return [
+        Rollout(group.group_id, params.first_sample + i, prompt, [], "", [], [], [], reason, failure=failure)
+        for i in range(params.n)
+    ]

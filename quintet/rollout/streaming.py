@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from quintet.rollout.engine.sequence import OnToken
-from quintet.types import Group, GroupId, Health, Rollout, SampledToken, SamplingParams, WeightRef
+from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SampledToken, SamplingParams, WeightRef
 
 T = TypeVar("T")
+
+
+class OutdatedWeights(QuintetError):
+    """A worker has older weights than a request asks for, e.g. because it was started again."""
 
 
 class TokenWorker(Protocol):

@@ -10,6 +10,7 @@ from quintet.controller.scoring import score_group
 from quintet.models.config import ModelConfig
 from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.reward.config import RewardConfig, RewardFunctionConfig
+from quintet.reward.sample import sample_of
 from quintet.reward.service import LocalRewardService
 from quintet.rollout.adapters import GymEnvironment
 from quintet.rollout.agent_loop import AgentLoopWorker
@@ -90,6 +91,7 @@ def test_tool_tokens_are_masked_and_every_turn_of_the_policy_is_trained() -> Non
     assert [p for p, m in zip(rollout.logprobs, rollout.loss_mask, strict=True) if not m] == [0.0, 0.0]
     assert sum(run.length for run in rollout.weight_versions) == 7
     assert (rollout.text, rollout.finish_reason) == ("w", FinishReason.STOP)
+    assert sample_of(Group(GroupId("p"), Prompt("p", []), [rollout]), 0).length == 5  # a length penalty counts its own
     assert rollout.episode is not None
     assert (rollout.episode.outcome, rollout.episode.reward) == (Outcome.DONE, 2.0)
 

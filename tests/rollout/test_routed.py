@@ -9,6 +9,7 @@ import pytest
 from quintet.clock import VirtualClock
 from quintet.rollout.routed import RoutedRolloutWorker
 from quintet.rollout.router import LoadBalancer
+from quintet.rollout.streaming import OutdatedWeights
 from quintet.types import (
     Failure,
     FailureKind,
@@ -43,6 +44,8 @@ class FakeWorker:
 
     async def generate(self, prompts, sampling_params, weight_version, *, on_token=None):
         (group,) = prompts
+        if self.version < weight_version:
+            raise OutdatedWeights(f"version {weight_version} is not loaded yet")
         self.prompts.append((group.prompt.token_ids, sampling_params))
         indices = range(sampling_params.first_sample, sampling_params.first_sample + sampling_params.n)
         return [await self._one(group, sampling_params, i, on_token) for i in indices]
@@ -188,6 +191,24 @@ def test_a_worker_that_missed_an_update_gets_it_before_it_is_used_again() -> Non
         workers["a"].refuses_weights = workers["b"].refuses_weights = True
         with pytest.raises(QuintetError, match="no rollout worker took weight version 2: disk full"):
             await worker.update_weights(WeightRef(2, "/w/2", ""), 2)
+        await worker.close()
+
+    clock.run(program())
+
+
+def test_a_worker_that_was_started_again_with_old_weights_is_passed_over_until_it_has_the_newest() -> None:
+    clock = VirtualClock()
+    workers = {"a": FakeWorker(clock), "b": FakeWorker(clock)}
+
+    async def program() -> None:
+        worker = routed(clock, workers, initial=WeightRef(4, "/w/4", ""), poll_s=2.0)
+        await worker.generate([group()], SamplingParams(max_tokens=1), 4)
+        workers["a"].version = 0  # started again; the balancer does not know yet
+        rollouts = await worker.generate([group(f"q{i}") for i in range(4)], SamplingParams(max_tokens=1), 4)
+        assert [r.failure for r in rollouts] == [None] * 4
+        assert {run.version for r in rollouts for run in r.weight_versions} == {4}
+        await clock.sleep(3.0)
+        assert workers["a"].version == 4
         await worker.close()
 
     clock.run(program())

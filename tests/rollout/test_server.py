@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -339,3 +341,35 @@ def test_a_client_that_leaves_takes_its_sequence_out_of_the_batch(streamed: bool
             time.sleep(0.02)
         short = post(url, "/v1/chat/completions", json=CHAT | {"max_tokens": 3})
         assert short.json()["choices"][0]["message"]["content"] == "xxx"
+
+
+def test_a_slow_client_holds_nobody_up_and_leaves_nothing_behind() -> None:
+    tokenizer = chat_tokenizer()
+    model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=200_000)
+    body = json.dumps({"model": MODEL, "messages": HELLO, "stream": True, "max_tokens": 150_000}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with serving(make_server(model, tokenizer)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:  # asks, and reads not a byte
+            slow.sendall(head.encode() + body)
+            for _ in range(3):
+                short = post(url, "/v1/chat/completions", json=CHAT | {"max_tokens": 3})
+                assert short.json()["choices"][0]["message"]["content"] == "xxx"
+            assert httpx.get(f"{url}/health").json()["running"] == 1
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{url}/health").json()["running"]:
+            assert time.monotonic() < deadline, "the sequence of a client that left still runs"
+            time.sleep(0.02)
+
+
+def test_streamed_completions_carry_the_whole_replys_logprobs_and_offsets(client: openai.OpenAI) -> None:
+    options = {"model": MODEL, "prompt": "hello", "max_tokens": 9, "seed": 4, "logprobs": 0}
+    whole = client.completions.create(**options).choices[0]
+    text, offsets, logprobs = "", [], []
+    for chunk in client.completions.create(**options, stream=True):
+        text += chunk.choices[0].text
+        if (found := chunk.choices[0].logprobs) is not None:
+            offsets += found.text_offset or []
+            logprobs += found.token_logprobs or []
+    assert (text, offsets, logprobs) == (whole.text, whole.logprobs.text_offset, whole.logprobs.token_logprobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -138,7 +137,7 @@ def test_schemathesis_finds_nothing_wrong_with_the_api(tmp_path: Path) -> None:
         options = ["-H", f"Authorization: Bearer {KEY}", "--checks", checks, "--max-examples", "40", "--seed", "1"]
         # a paused server answers nothing that is generated; pausing has tests of its own
         options += ["--exclude-path", "/pause", "--phases", "examples,fuzzing", "--request-timeout", "30"]
-        found = subprocess.run([*command, *options], capture_output=True, text=True, timeout=550, env=os.environ)
+        found = subprocess.run([*command, *options], capture_output=True, text=True, timeout=550, cwd=tmp_path)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 
 
