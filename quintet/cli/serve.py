@@ -5,10 +5,13 @@ from __future__ import annotations
 import typer
 
 from quintet.cli.common import examples
-from quintet.cli.serve_rollout import serve_rollout
+from quintet.cli.serve_rollout import serve_gateway, serve_rollout
 
 serve_app = typer.Typer(help="Run a part of quintet as a server.", no_args_is_help=True)
 serve_app.command("rollout", epilog=examples(
     "quintet serve rollout --model builtin:smollm2-135m --port 8000",
     "quintet serve rollout --model runs/first/final --port 8000 --weights-root runs/weights",
 ))(serve_rollout)  # fmt: skip
+serve_app.command("gateway", epilog=examples(
+    "quintet serve gateway --model builtin:smollm2-135m --port 8000",
+))(serve_gateway)  # fmt: skip

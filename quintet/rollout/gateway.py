@@ -6,7 +6,7 @@ key, or from whoever started the session.
 
     POST /rl/sessions            open a session (admin key): {id, api_key, base_url}; with `restore` from an export
     GET  /rl/sessions            all of them
-    GET  /rl/sessions/{id}       one; .../export with every token, and the segments for training
+    GET  /rl/sessions/{id}       one; .../export with every token, and the segments for training; DELETE forgets it
     POST /rl/sessions/{id}/resume    an expired one is open again
     POST /rl/reward              {"reward": 1.0} with the session's key: the session is finished
 """
@@ -272,6 +272,13 @@ def _session_routes(app: FastAPI, gateway: Gateway) -> None:
         gateway.check_admin(credentials)
         session = gateway.find(session_id)
         gateway.resume(session)
+        return _summary(session)
+
+    @app.delete("/rl/sessions/{session_id}")
+    async def delete_session(session_id: str, credentials: Credentials) -> dict[str, Any]:
+        gateway.check_admin(credentials)
+        session = gateway.find(session_id)
+        gateway.close(session)
         return _summary(session)
 
     @app.post("/rl/reward")

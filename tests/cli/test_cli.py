@@ -32,6 +32,7 @@ FLAGS = {
     "check": {"--set", "--out"},
     "replay": {"--step", "--inspect", "--json"},
     "config": {"--set", "--defaults"},
+    "serve gateway": {"--model", "--port", "--host", "--set"},
     "serve rollout": {"--model", "--port", "--host", "--weights-root", "--set"},
 }
 

@@ -26,6 +26,11 @@ def test_a_mistake_is_refused_before_the_model_loads(options: list[str], said: s
     assert isinstance(result.exception, QuintetError) and said in str(result.exception)
 
 
+def test_a_gateway_wants_a_model_with_a_chat_template() -> None:
+    result = runner.invoke(app, ["serve", "gateway", "--model", "builtin:tiny", "--port", "0"])
+    assert isinstance(result.exception, QuintetError) and "no chat template" in str(result.exception)
+
+
 def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -139,6 +139,10 @@ def test_the_reward_finishes_a_session_and_only_its_own(url: str) -> None:
     assert (listed[first]["state"], listed[first]["reward"], listed[first]["turns"]) == ("finished", 0.5, 1)
     assert listed[second]["state"] == "open"
     assert export(url, second)["record"]["turns"] == []
+    assert httpx.delete(f"{url}/rl/sessions/{first}", headers=ADMIN).json()["reward"] == 0.5
+    assert httpx.get(f"{url}/rl/sessions/{first}", headers=ADMIN).status_code == 404
+    with pytest.raises(openai.AuthenticationError):  # its key went with it
+        ask(client, [user("x")])
 
 
 def test_a_sessions_key_opens_nothing_else(url: str) -> None:
