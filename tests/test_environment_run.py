@@ -102,6 +102,7 @@ def test_a_run_over_http_goes_as_the_run_in_process(tmp_path: Path, monkeypatch:
         ({"environment": {"max_turns": 3}}, "no kind"),
         ({"environment": {}, "reward": {"functions": [{"fn": "environment"}]}}, "environment.kind"),
         ({"environment": {"kind": "tools", "tools": [{"fn": "calculater"}]}}, "neither calculator"),
+        ({"environment": {"kind": "agent:tests.rollout.test_agents:silent"}}, "uses no chat template"),
     ],
 )
 def test_a_wrong_environment_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

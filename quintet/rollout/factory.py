@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 from quintet.protocols import RolloutWorker
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.router import LoadBalancer, make_strategy
-from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
+from quintet.types import (
+    Group,
+    GroupId,
+    Health,
+    QuintetError,
+    Rollout,
+    SampledToken,
+    SamplingParams,
+    WeightRef,
+    expand_versions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -167,23 +177,36 @@ def _load_class(path: str) -> Callable[..., RolloutWorker]:
 
 
 class CheckedRolloutWorker:
-    """Passes everything on to a worker of the user's own and refuses rollouts that could not be trained on."""
+    """Passes everything on to a worker of the user's own and refuses rollouts that could not be trained on.
+
+    Such a worker tells nothing of single tokens: `on_token` hears of them when a rollout is whole.
+    """
 
     def __init__(self, worker: RolloutWorker, name: str) -> None:
         self.worker = worker
         self._name = name
 
     async def generate(
-        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+        self,
+        prompts: list[Group],
+        sampling_params: SamplingParams,
+        weight_version: int,
+        *,
+        on_token: Callable[[SampledToken], None] | None = None,
     ) -> list[Rollout]:
         rollouts = await self.worker.generate(prompts, sampling_params, weight_version)
         expected = [(g.group_id, index) for g in prompts for index in _indices(sampling_params)]
         if [(r.group_id, r.sample_index) for r in rollouts] != expected:
             raise QuintetError(
-                f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given."
+                f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given, "
+                "sample_index from sampling_params.first_sample on."
             )
         for rollout in rollouts:
             check_rollout(rollout, self._name)
+            if on_token is not None:
+                versions = expand_versions(rollout.weight_versions)
+                for token, logprob, version in zip(rollout.response_ids, rollout.logprobs, versions, strict=True):
+                    on_token(SampledToken(rollout.sample_index, token, logprob, version))
         return rollouts
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:

@@ -76,7 +76,8 @@ def export(url: str, session: str) -> dict:
 
 
 def ask(client: openai.OpenAI, messages: list, **options):
-    return client.chat.completions.create(model=MODEL, messages=messages, **({"max_tokens": 8} | options)).choices[0]
+    wanted = {"model": MODEL, "max_tokens": 8} | options
+    return client.chat.completions.create(messages=messages, **wanted).choices[0]
 
 
 def user(text: str) -> dict:

@@ -189,6 +189,48 @@ def test_the_openai_agents_framework_trains_unchanged() -> None:
     assert f"<|im_start|>tool\n3{END}" in tokenizer.decode_all(rollout.response_ids)
 
 
+def test_smollm2s_recorded_sessions_agree_with_the_trainer() -> None:
+    """A real model and its own chat template, float32, through the official client."""
+    from quintet.cluster.build import load_policy
+    from quintet.cluster.serving import gateway
+    from quintet.config import load_config
+    from quintet.rollout.http_app import HttpService
+    from quintet.types import Experience
+    from tests.rollout.test_gateway import ask, open_session, trainer, user
+
+    config = load_config({"model": {"name": "builtin:smollm2-135m"}}, training=False)
+    served = gateway(config, key="admin")
+    service = HttpService(served.app())
+    service.start()
+    try:
+        for question in ("What is 2 + 3?", "Name a colour."):
+            _, client = open_session(service.url)
+            messages = [user(question)]
+            for _ in range(3):
+                choice = ask(client, messages, max_tokens=10, model=served.model)
+                messages += [choice.message.model_dump(), user("And another one?")]
+        rollouts = [segment.rollout for session in served.all() for segment in session.segments()]
+    finally:
+        service.close()
+    assert [r.turns for r in rollouts] == [3, 3]
+    samples = [
+        Experience(r.group_id, 0, r.prompt_ids, r.response_ids, r.logprobs, r.loss_mask, 1.0, 0) for r in rollouts
+    ]
+
+    async def recompute() -> list[list[float]]:
+        await served.worker.close()
+        train = trainer(load_policy(config.model), served.tokenizer)
+        try:
+            return await train.logprobs(samples)
+        finally:
+            await train.close()
+
+    for rollout, again in zip(rollouts, asyncio.run(recompute()), strict=True):
+        own = [i for i, mask in enumerate(rollout.loss_mask) if mask]
+        assert len(own) <= 30
+        assert max(abs(rollout.logprobs[i] - again[i]) for i in own) <= 1e-4
+
+
 def test_a_tiny_model_learns_to_use_a_tool(tmp_path: Path) -> None:
     import quintet
 
