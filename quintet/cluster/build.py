@@ -56,6 +56,11 @@ class Base:
         use_threads(config)
         device = resolve_device(config.model.device)
         hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)
+        if is_agent(config.environment) and not PromptEncoder(tokenizer, config.model).uses_chat_template:
+            raise QuintetError(
+                f"environment.kind: an agent speaks in chat messages, but {config.model.name} uses no chat template.\n"
+                "Use an instruct model, or environment.kind: tools with args: {format: tags}."
+            )
         return cls(tokenizer, hf_config, device, resolve_dtype(config.model.dtype, device))
 
 
@@ -117,11 +122,6 @@ def in_environment(config: RunConfig, base: Base, engine: RolloutWorker) -> Roll
     encoder = PromptEncoder(base.tokenizer, config.model)
     context = base.hf_config.get_text_config().max_position_embeddings
     if is_agent(environment):
-        if not encoder.uses_chat_template:
-            raise QuintetError(
-                f"environment.kind: an agent speaks in chat messages, but {config.model.name} uses no chat template.\n"
-                "Use an instruct model, or environment.kind: tools with args: {format: tags}."
-            )
         from quintet.rollout.agents import AgentRolloutWorker  # needs the extra `serve`
 
         return AgentRolloutWorker(

@@ -4,7 +4,8 @@
 
 A plain function runs in a thread. The reward is what it returns, or what it posted to /rl/reward. What it raises, and
 taking too long, are failures of kind environment and time-out; a program that made no call has nothing to train on and
-is a failure too.
+is a failure too. A program that ends because the conversation outgrew the context is the policy's doing: outcome
+`context`, worth 0.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class AgentRolloutWorker:
                 message = f"the agent took longer than {self._config.timeout_s:g} s"
                 return self._result(session, group, Failure(FailureKind.TIMEOUT, message, retryable=True))
             except Exception as error:
+                if session.out_of_context:
+                    return self._outgrown(session, group)
                 message = f"the agent raised {type(error).__name__}: {error}"
                 _log.warning("%s", message, exc_info=True)
                 return self._result(session, group, Failure(FailureKind.ENVIRONMENT, message, retryable=True))
@@ -171,6 +174,13 @@ class AgentRolloutWorker:
         return AgentTask(
             self._url, session.key, messages, prompt.answer, prompt.metadata, index, args=self._config.args
         )
+
+    def _outgrown(self, session: Session, group: Group) -> Rollout:
+        """The policy talked until the context was full: its own doing, worth 0 unless a reward was posted."""
+        rollout = self._result(session, group, None)
+        rollout.episode = Episode("context", session.record.reward or 0.0)
+        rollout.finish_reason = FinishReason.LENGTH
+        return rollout
 
     def _result(self, session: Session, group: Group, failure: Failure | None) -> Rollout:
         rollout = session.main_rollout()

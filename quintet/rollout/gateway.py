@@ -180,8 +180,7 @@ class Gateway:
             raise ApiError(409, f"the session is {session.record.state}", code="session_not_open")
         match = session.match(self.tokenizer, request.messages, request.offered_tools, **self._template_kwargs)
         limit = request.max_completion_tokens or request.max_tokens
-        params = request.sampling(room(len(match.prompt_ids), limit, self._context))
-        params = _governed(params, session.sampling)
+        params = _governed(request.sampling(self._room(session, match, limit)), session.sampling)
         params = msgspec.structs.replace(
             params,
             first_position=session.reserve(params.max_tokens),
@@ -190,6 +189,13 @@ class Gateway:
         group = Group(session.record.group_id, Prompt(session.record.group_id.prompt_id, match.prompt_ids))
         session.open_calls += 1
         return _RecordedJob([group], params, session, match, on_close=lambda: self._closed(session))
+
+    def _room(self, session: Session, match: Match, limit: int | None) -> int:
+        try:
+            return room(len(match.prompt_ids), limit, self._context)
+        except ApiError:
+            session.out_of_context = match.turn is not None
+            raise
 
     async def text_job(self, key: str, request: CompletionRequest) -> Job:
         raise ApiError(400, "the gateway serves chat completions only: there are no messages to match in plain text")

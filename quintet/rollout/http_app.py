@@ -6,10 +6,10 @@ Needs the extra `serve` (FastAPI and uvicorn).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -170,13 +170,12 @@ class HttpService:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = make_server(app, patience_s=1)
         self._thread = threading.Thread(target=self._run, name="http-service", daemon=True)
-        self._started = threading.Event()
 
     def start(self) -> None:
         """Returns when the service answers."""
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
-            self._started.wait(0.01)
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -205,12 +204,3 @@ def listen(host: str, port: int) -> socket.socket:
 def make_server(app: FastAPI, *, patience_s: int = 5) -> uvicorn.Server:
     """`patience_s`: how long requests in progress may go on once the server is told to end."""
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience_s))
-
-
-@contextlib.asynccontextmanager
-async def closing(events: Any) -> AsyncIterator[Any]:
-    """Close an async generator at the end of a block, also when it was not read to its end."""
-    try:
-        yield events
-    finally:
-        await events.aclose()

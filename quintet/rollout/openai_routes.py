@@ -6,6 +6,7 @@ The rollout server renders messages through the chat template; the gateway splic
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -14,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials
 
 from quintet.models.tokenizer import Tokenizer
-from quintet.rollout.http_app import bearer, closing, event_stream, streamed_as, unless_gone
+from quintet.rollout.http_app import bearer, event_stream, streamed_as, unless_gone
 from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest
 from quintet.rollout.replies import (
     Answer,
@@ -132,7 +133,7 @@ def _messages(body: ChatRequest | CompletionRequest, rollouts: list[Rollout]) ->
 async def _events(host: Host, body: ChatRequest | CompletionRequest, job: Job, answer: Answer) -> AsyncIterator[str]:
     """The whole stream of one answer, an error as its last event where there is one."""
     try:
-        async with closing(_chunks(host, body, job, answer)) as chunks:
+        async with aclosing(_chunks(host, body, job, answer)) as chunks:
             async for chunk in chunks:
                 yield sse(chunk)
         yield sse("[DONE]")
@@ -151,7 +152,7 @@ async def _chunks(
     for chunk in writer.begin(len(job.groups) * job.params.n):
         yield chunk
     for number, group in enumerate(job.groups):
-        async with closing(stream(host.worker, [group], job.params, 0)) as events:
+        async with aclosing(stream(host.worker, [group], job.params, 0)) as events:
             async for event in events:
                 if isinstance(event, SampledToken):
                     index = number * job.params.n + event.sample_index - job.params.first_sample

@@ -26,16 +26,19 @@ def check_served(rollouts: Sequence[Rollout]) -> None:
             raise ApiError(503, "the request was aborted (the engine was paused); send it again", code="aborted")
 
 
-def assistant_message(text: str, with_tools: bool, call_ids: Sequence[str] = ()) -> dict[str, Any]:
+def assistant_message(text: str, with_tools: bool) -> dict[str, Any]:
     """The message that a client is given; calls that do not parse stay in its content."""
     content, calls = parse_tool_calls(text) if with_tools else (text, [])
     good = [call for call in calls if isinstance(call, ToolCall)]
     if len(good) < len(calls) or not good:
         return {"role": "assistant", "content": text}
-    ids = call_ids or [f"call_{uuid.uuid4().hex[:24]}" for _ in good]
     made = [
-        {"id": id_, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-        for id_, call in zip(ids, good, strict=True)
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in good
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": made}
 

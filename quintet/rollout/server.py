@@ -10,7 +10,7 @@ import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quintet.models.tokenizer import Tokenizer
 from quintet.rollout.engine.worker import EngineWorker, PauseMode
-from quintet.rollout.http_app import closing, document_model, event_stream, key_of, make_app, streamed_as, unless_gone
+from quintet.rollout.http_app import document_model, event_stream, key_of, make_app, streamed_as, unless_gone
 from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest, plain_message
 from quintet.rollout.openai_routes import Credentials, Job, openai_router
 from quintet.rollout.streaming import stream, with_signs_of_life
@@ -239,7 +239,7 @@ async def _lines(
     server: RolloutServer, groups: list[Group], params: SamplingParams, version: int
 ) -> AsyncIterator[str]:
     try:
-        async with closing(stream(server.worker, groups, params, version)) as events:
+        async with aclosing(stream(server.worker, groups, params, version)) as events:
             async for event in with_signs_of_life(events, SIGN_OF_LIFE_S):
                 if event is None:
                     yield "\n"

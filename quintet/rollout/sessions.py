@@ -95,6 +95,7 @@ class Session:
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
     used_at: float = 0.0  # clock seconds of the last sign of life
     open_calls: int = 0
+    out_of_context: bool = False  # a call was refused because the conversation outgrew the model's context
     sampling: SamplingParams | None = (
         None  # set: temperature, truncation and limits are the run's, whatever is asked for
     )

@@ -43,6 +43,14 @@ def slow(task: AgentTask) -> float:
     return 1.0
 
 
+def endless(task: AgentTask) -> float:
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+    messages = list(task.messages)
+    while True:
+        reply = client.chat.completions.create(model=task.model, messages=messages, max_tokens=20)
+        messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "x" * 150}]
+
+
 def play(agent: Agent, params: SamplingParams, **options) -> list[Rollout]:
     tokenizer = chat_tokenizer()
     model = random_model(tokenizer)
@@ -82,6 +90,13 @@ def test_one_agent_that_raises_is_a_failure_and_the_others_keep_the_reward_they_
         FailureKind.ENVIRONMENT,
         "the agent raised RuntimeError: the agent's own bug",
     )
+
+
+def test_outgrowing_the_context_is_the_policys_doing_and_worth_nothing() -> None:
+    (rollout,) = play(endless, SamplingParams(max_tokens=20))
+    assert rollout.failure is None and rollout.turns >= 2
+    assert rollout.episode is not None
+    assert (rollout.episode.outcome, rollout.episode.reward) == ("context", 0.0)
 
 
 def test_an_agent_that_says_nothing_or_takes_too_long_is_a_failure() -> None:

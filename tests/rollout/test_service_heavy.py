@@ -236,4 +236,4 @@ def test_a_tiny_model_learns_to_use_a_tool(tmp_path: Path) -> None:
 
     result = quintet.train(ROOT / "recipes" / "tool_tiny.yaml", out=tmp_path / "run")
     before, after = result.summary["eval/accuracy_before"], result.summary["eval/accuracy_after"]
-    assert after >= 0.8 and after - before >= 0.2, (before, after)
+    assert after >= 0.85 and after - before >= 0.5, (before, after)
