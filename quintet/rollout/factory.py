@@ -6,10 +6,11 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.protocols import RolloutWorker
-from quintet.rollout.config import RolloutConfig
+from quintet.rollout.config import RolloutConfig, VllmConfig
 from quintet.rollout.router import LoadBalancer, make_strategy
 from quintet.types import (
     Group,
@@ -37,15 +38,16 @@ KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
 def check_rollout_config(config: RolloutConfig) -> None:
     """Raises QuintetError for an engine that does not exist or options that it would ignore. Imports no torch."""
     _check_http(config)
+    _check_vllm(config)
     if config.engine == "transformers":
         _check_transformers(config)
-    if config.engine in ("embedded", "transformers", "http"):
+    if config.engine in ("embedded", "transformers", "vllm", "http"):
         return
     module, _, name = config.engine.partition(":")
     if not module or not name:
         raise QuintetError(
             f"rollout.engine: {config.engine!r} is not an engine.\n"
-            "Use embedded, transformers, http, or the path of your own class as package.module:Class."
+            "Use embedded, transformers, vllm, http, or the path of your own class as package.module:Class."
         )
     try:
         found = importlib.util.find_spec(module) is not None
@@ -71,6 +73,25 @@ def _check_http(config: RolloutConfig) -> None:
     if config.numerics == "reproducible":
         raise QuintetError("rollout.numerics: the servers decide on it; start them with --set rollout.numerics=...")
     make_strategy(config.router)
+
+
+def _check_vllm(config: RolloutConfig) -> None:
+    """vLLM needs a server or an interpreter; its options do nothing for another engine."""
+    if config.engine != "vllm":
+        if config.vllm != VllmConfig():
+            raise QuintetError(
+                f"rollout.vllm has no effect with rollout.engine: {config.engine}; remove it or set engine: vllm."
+            )
+        return
+    if config.numerics == "reproducible":
+        raise QuintetError("rollout.numerics: reproducible is kept by rollout.engine: embedded only; set fast.")
+    if config.vllm.url is None and config.vllm.python is None:
+        raise QuintetError(
+            "rollout.engine: vllm needs a server or an environment that has vLLM.\n"
+            "Set rollout.vllm.url, or rollout.vllm.python to its interpreter (`make vllm-env` makes one)."
+        )
+    if config.vllm.url is None and not Path(config.vllm.python or "").is_file():
+        raise QuintetError(f"rollout.vllm.python: there is no file {config.vllm.python!r}.")
 
 
 def _check_transformers(config: RolloutConfig) -> None:
@@ -112,12 +133,16 @@ def make_rollout_worker(
         from quintet.rollout.engine.worker import EmbeddedRolloutWorker
 
         make: Callable[..., RolloutWorker] = EmbeddedRolloutWorker
+    elif config.engine == "vllm":
+        from quintet.rollout.vllm import VllmRolloutWorker
+
+        make = VllmRolloutWorker
     else:
         make = _load_class(config.engine)
     worker = make(
         hf_config, weights, eos_ids=eos_ids, decode=decode, config=config, device=device, dtype=dtype, version=version
     )
-    return worker if config.engine == "embedded" else CheckedRolloutWorker(worker, config.engine)
+    return worker if config.engine in ("embedded", "vllm") else CheckedRolloutWorker(worker, config.engine)
 
 
 def _transformers_worker(

