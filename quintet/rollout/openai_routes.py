@@ -5,7 +5,7 @@ The rollout server renders messages through the chat template; the gateway splic
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -145,7 +145,7 @@ async def _events(host: Host, body: ChatRequest | CompletionRequest, job: Job, a
 
 async def _chunks(
     host: Host, body: ChatRequest | CompletionRequest, job: Job, answer: Answer
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Tokens carry no group, so that several prompts are streamed one after the other."""
     writer = StreamWriter(answer, body, (*host.tokenizer.eos_ids, *job.params.stop_token_ids))
     done: list[Rollout] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from quintet.rollout.engine.sequence import OnToken
@@ -38,7 +38,7 @@ class TokenWorker(Protocol):
 
 async def stream(
     worker: TokenWorker, groups: list[Group], params: SamplingParams, version: int
-) -> AsyncIterator[SampledToken | list[Rollout]]:
+) -> AsyncGenerator[SampledToken | list[Rollout], None]:
     """Tokens in the order in which they are sampled, then the rollouts. A consumer that leaves early (`aclose`) takes
     the samples out of the engine's batch."""
     loop = asyncio.get_running_loop()
