@@ -34,6 +34,10 @@ FLAGS = {
     "config": {"--set", "--defaults"},
     "serve gateway": {"--model", "--port", "--host", "--set"},
     "serve rollout": {"--model", "--port", "--host", "--weights-root", "--set"},
+    "grade math": {"--json", "--unboxed", "--second-opinion"},
+    "grade code": {"--json", "--timeout-s", "--set"},
+    "serve sandbox": {"--port", "--host", "--max-requests", "--set"},
+    "serve reward": {"--fn", "--port", "--host", "--max-requests", "--max-samples", "--set"},
 }
 
 
