@@ -14,10 +14,12 @@ from quintet.types import (
     GroupId,
     QuintetError,
     Rollout,
+    SampledToken,
     SamplingParams,
     run_length,
 )
 
+OnToken = Callable[[SampledToken], None]
 Decode = Callable[[list[int]], str]
 Finished = tuple[int, Rollout]  # request number, rollout
 
@@ -36,6 +38,7 @@ class Sequence:
     max_new: int  # max_tokens, or what the context leaves of it
     stop_ids: frozenset[int]
     queued_at: float
+    on_token: OnToken | None = None  # told of each token as it is sampled, in the engine's thread
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -62,6 +65,8 @@ class Sequence:
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.on_token is not None:
+            self.on_token(SampledToken(self.sample_index, token, logprob, version))
         if token in self.stop_ids:
             return FinishReason.STOP
         if self.params.stop and self._stop_string_ends_here(decode):
@@ -130,7 +135,9 @@ class Intake:
             return f"a prompt of {len(prompt_ids)} tokens leaves no room in the model's context of {self.context}"
         return None
 
-    def sequences(self, request: int, group: Group, params: SamplingParams, now: float) -> list[Sequence]:
+    def sequences(
+        self, request: int, group: Group, params: SamplingParams, now: float, on_token: OnToken | None = None
+    ) -> list[Sequence]:
         prompt_ids = list(group.prompt.token_ids)
         room = params.max_tokens if self.context is None else self.context - len(prompt_ids)
         made = [
@@ -138,13 +145,14 @@ class Intake:
                 request=request,
                 arrival=self.next_arrival + index,
                 group_id=group.group_id,
-                sample_index=index,
+                sample_index=params.first_sample + index,
                 prompt_ids=prompt_ids,
                 params=params,
-                key=sequence_key(params.seed, group.group_id, index),
+                key=sequence_key(params.seed, group.group_id, params.first_sample + index),
                 max_new=min(params.max_tokens, room),
                 stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
                 queued_at=now,
+                on_token=on_token,
             )
             for index in range(params.n)
         ]
@@ -159,6 +167,7 @@ def check_params(params: SamplingParams) -> None:
         (params.max_tokens < 1, f"max_tokens={params.max_tokens} must be at least 1"),
         (not params.temperature >= 0.0, f"temperature={params.temperature} must not be negative"),
         (not 0.0 < params.top_p <= 1.0, f"top_p={params.top_p} must be above 0 and at most 1"),
+        (min(params.first_sample, params.first_position) < 0, "first_sample and first_position must not be negative"),
         (params.top_k < 0, f"top_k={params.top_k} must not be negative (0: no limit)"),
         ("" in params.stop, "an empty stop string would end every sample before its first token"),
     ]
