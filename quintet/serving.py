@@ -5,6 +5,7 @@ Needs the extra `serve` (FastAPI, uvicorn, prometheus-client); imported by serve
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import os
@@ -54,8 +55,9 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+def make_server(app: FastAPI, *, patience_s: int = 5) -> uvicorn.Server:
+    """`patience_s`: how long requests in progress may go on once the server is told to end."""
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience_s))
 
 
 class Admission:
@@ -107,7 +109,7 @@ def make_app(
 ) -> FastAPI:
     """An app with `/health` (open to all), `/metrics` and a limit of the body; every other route wants the key."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(_BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
 
     @app.get("/health")
     async def _health() -> dict[str, object]:
@@ -132,7 +134,7 @@ def wants(key: str) -> DependsOn:
     return dependency
 
 
-class _BodyLimit:
+class BodyLimit:
     """Ends the reading of a body that is too large; FastAPI makes a 400 of it."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -154,22 +156,31 @@ class _BodyLimit:
 
 
 class ThreadedServer:
-    """An app served from a thread of its own, on a free port of this machine."""
+    """An app served from a thread of its own, for callers that have an event loop to themselves; also as a context."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self._socket = listen("127.0.0.1", 0)
+    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._socket = listen(host, port)
         self.url = url_of(self._socket)
-        self._server = make_server(app)
-        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._socket]), daemon=True)
+        self._server = make_server(app, patience_s=1)
+        self._thread = threading.Thread(target=self._run, name="http-service", daemon=True)
 
-    def __enter__(self) -> ThreadedServer:
+    def start(self) -> None:
         """Returns when the service answers."""
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+
+    def __enter__(self) -> ThreadedServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))

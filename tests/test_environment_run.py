@@ -17,7 +17,7 @@ from quintet.models.tiny import tiny_tokenizer
 from quintet.models.tokenizer import Tokenizer
 from quintet.observe.metrics import read_metrics
 from quintet.rollout.factory import KEY_VARIABLE
-from quintet.rollout.http_app import HttpService
+from quintet.serving import ThreadedServer
 from quintet.types import Prompt, QuintetError
 
 ALPHABET = "0123456789*=<>/c[]?"
@@ -79,7 +79,7 @@ def test_a_run_over_http_goes_as_the_run_in_process(tmp_path: Path, monkeypatch:
     plain["reward"] = {"functions": [{"fn": "length", "args": {"max_tokens": 12, "buffer_tokens": 12}}]}
     in_process = quintet.train(plain, out=tmp_path / "a")
     served = load_config({"model": MODEL | {"tiny": MODEL["tiny"] | {"init_seed": 9}}}, training=False)  # other weights
-    service = HttpService(rollout_server(served, key="k", weights_root=tmp_path / "w").app())
+    service = ThreadedServer(rollout_server(served, key="k", weights_root=tmp_path / "w").app())
     service.start()
     try:
         rollout = plain["rollout"] | {"engine": "http", "urls": [service.url], "weights_dir": str(tmp_path / "w" / "v")}

@@ -57,7 +57,7 @@ def _config(model: str, overrides: list[str] | None) -> RunConfig:
 
 def _serve(what: str, config: RunConfig, host: str, port: int, weights_root: Path | None) -> None:
     try:
-        from quintet.rollout.http_app import listen, make_server
+        from quintet.serving import listen, make_server
     except ImportError as error:
         raise QuintetError(f"quintet serve needs the package `{error.name}`: pip install 'quintet[serve]'") from error
     from quintet.cluster.serving import gateway, rollout_server

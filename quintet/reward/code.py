@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quintet.reward.code_tests.apart import ApartTest
 from quintet.reward.code_tests.cases import PrintedCase, Tests, UnusableTests
@@ -30,6 +30,7 @@ from quintet.reward.code_tests.extract import fill_template, last_block
 from quintet.reward.code_tests.judging import Result, ending, judge_assert, judge_call, judge_printed, padded
 from quintet.reward.code_tests.reading import read_tests
 from quintet.reward.errors import FunctionFailed
+from quintet.reward.options import parse_options
 from quintet.reward.sample import Sample, Verdict
 from quintet.sandbox.config import SandboxConfig
 from quintet.sandbox.factory import make_sandbox
@@ -76,7 +77,7 @@ class CodeGrader:
 
     def __init__(self, name: str, args: Mapping[str, Any], timeout_s: float, sandbox: Sandbox | None = None) -> None:
         self._name = name
-        self._options = parse_options(name, args)
+        self._options = parse_options(CodeOptions, name, args)
         limits = limits_of(self._options.sandbox.limits)
         self._limits = replace(limits, wall_s=min(limits.wall_s, timeout_s), cpu_s=min(limits.cpu_s, timeout_s))
         self._sandbox = sandbox
@@ -230,16 +231,6 @@ class CodeGrader:
 
 class _CandidateStopped(Exception):
     """The candidate ended before it answered."""
-
-
-def parse_options(name: str, args: Mapping[str, Any]) -> CodeOptions:
-    """Raises QuintetError naming the first wrong option."""
-    try:
-        return CodeOptions.model_validate(dict(args))
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(map(str, first["loc"]))
-        raise QuintetError(f"reward function `{name}`, option `{option}`: {first['msg']}") from error
 
 
 def _prompt_text(text: str | None, messages: list[dict[str, Any]] | None) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 from quintet.data.prompts import test_cases_of
 from quintet.data.rows import Row
 from quintet.reward.background import BackgroundLoop
-from quintet.reward.code import CodeGrader, parse_options
+from quintet.reward.code import CodeGrader, CodeOptions
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.math import Graded
+from quintet.reward.options import parse_options
 from quintet.reward.sample import Sample, Verdict
 from quintet.sandbox.factory import make_sandbox
 from quintet.types import FailureKind, QuintetError
@@ -28,7 +29,7 @@ def grade_rows(rows: Sequence[Row], args: Mapping[str, Any], timeout_s: float) -
     that cannot be run are wrong, with the reason.
     """
     samples = [_sample(row) for row in rows]
-    sandbox = make_sandbox(parse_options("code", args).sandbox)
+    sandbox = make_sandbox(parse_options(CodeOptions, "code", args).sandbox)
     graders = {kind: CodeGrader("code", {**args, **_EXTRACT[kind]}, timeout_s, sandbox) for kind in _EXTRACT}
     loop = BackgroundLoop()
     try:

@@ -25,9 +25,9 @@ import uvicorn
 from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.rollout.config import EnvironmentConfig
 from quintet.rollout.gateway import Gateway
-from quintet.rollout.http_app import listen
 from quintet.rollout.sessions import Session
 from quintet.rollout.streaming import TokenWorker
+from quintet.serving import listen
 from quintet.types import (
     Episode,
     Failure,

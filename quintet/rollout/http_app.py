@@ -1,4 +1,4 @@
-"""What quintet's HTTP services share: OpenAI-shaped errors, keys, clients that leave, and running in a thread.
+"""What the OpenAI-shaped services share beyond `quintet.serving`: their errors, keys, clients that leave.
 
 Needs the extra `serve` (FastAPI and uvicorn).
 """
@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quintet.rollout.openai_api import ERROR_RESPONSES, ApiError
+from quintet.serving import BodyLimit
 from quintet.types import QuintetError
 
 T = TypeVar("T")
@@ -38,31 +34,9 @@ def make_app(title: str, lifespan: Callable[[FastAPI], Any] | None = None) -> Fa
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(QuintetError, _refused)
     app.add_exception_handler(Exception, _internal)
-    app.add_middleware(_BodyLimit)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     _describe_only_400(app)
     return app
-
-
-class _BodyLimit:
-    """Ends the reading of a body that is too large; FastAPI makes a 400 of it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        taken = 0
-
-        async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > MAX_BODY_BYTES:
-                raise ValueError(f"the body is larger than {MAX_BODY_BYTES} bytes")
-            return message
-
-        await self._app(scope, limited, send)
 
 
 def _respond(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -160,47 +134,3 @@ async def _disconnected(request: Request) -> None:
 def event_stream(events: AsyncIterator[str], media_type: str = "text/event-stream") -> StreamingResponse:
     """A streamed body. When the client leaves, the generator is closed and with it what it was waiting for."""
     return StreamingResponse(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
-
-
-class HttpService:
-    """An app served from a thread of its own, for callers that have an event loop to themselves."""
-
-    def __init__(self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._socket = listen(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = make_server(app, patience_s=1)
-        self._thread = threading.Thread(target=self._run, name="http-service", daemon=True)
-
-    def start(self) -> None:
-        """Returns when the service answers."""
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-    def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. Raises QuintetError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise QuintetError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from None
-    return bound
-
-
-def make_server(app: FastAPI, *, patience_s: int = 5) -> uvicorn.Server:
-    """`patience_s`: how long requests in progress may go on once the server is told to end."""
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=patience_s))

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from quintet.models.tokenizer import Tokenizer
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.worker import EmbeddedRolloutWorker
-from quintet.rollout.http_app import HttpService
 from quintet.rollout.server import RolloutServer
+from quintet.serving import ThreadedServer
 
 CPU = torch.device("cpu")
 KEY = "the-key"
@@ -126,7 +126,7 @@ def make_server(
 @contextmanager
 def serving(server: RolloutServer) -> Iterator[str]:
     """The server's base URL while it runs."""
-    service = HttpService(server.app())
+    service = ThreadedServer(server.app())
     service.start()
     try:
         yield service.url

@@ -16,10 +16,10 @@ from quintet.algorithms.presets import resolve
 from quintet.clock import VirtualClock
 from quintet.rollout.engine.sequence import OnToken
 from quintet.rollout.gateway import Gateway
-from quintet.rollout.http_app import HttpService
 from quintet.rollout.openai_api import ApiError, ChatRequest
 from quintet.rollout.sessions import Session, SessionState
 from quintet.rollout.transcript import Transcript
+from quintet.serving import ThreadedServer
 from quintet.train.config import TrainConfig
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Experience, GroupId, Rollout, SamplingParams, VersionRun
@@ -59,7 +59,7 @@ def tape() -> Iterator[Tape]:
 
 @pytest.fixture(scope="module")
 def url(tape: Tape) -> Iterator[str]:
-    service = HttpService(make_gateway(tape, chat_tokenizer()).app())
+    service = ThreadedServer(make_gateway(tape, chat_tokenizer()).app())
     service.start()
     yield service.url
     service.close()
@@ -164,7 +164,7 @@ def test_an_exported_session_goes_on_in_another_gateway(url: str, tape: Tape) ->
     messages = [user("undo")]
     messages += [ask(client, messages).message.model_dump(), user("again")]
     data = export(url, session)
-    service = HttpService(make_gateway(tape, chat_tokenizer()).app())
+    service = ThreadedServer(make_gateway(tape, chat_tokenizer()).app())
     service.start()
     try:
         same, client = open_session(service.url, restore=data["record"])

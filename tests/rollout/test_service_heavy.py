@@ -194,13 +194,13 @@ def test_smollm2s_recorded_sessions_agree_with_the_trainer() -> None:
     from quintet.cluster.build import load_policy
     from quintet.cluster.serving import gateway
     from quintet.config import load_config
-    from quintet.rollout.http_app import HttpService
+    from quintet.serving import ThreadedServer
     from quintet.types import Experience
     from tests.rollout.test_gateway import ask, open_session, trainer, user
 
     config = load_config({"model": {"name": "builtin:smollm2-135m"}}, training=False)
     served = gateway(config, key="admin")
-    service = HttpService(served.app())
+    service = ThreadedServer(served.app())
     service.start()
     try:
         for question in ("What is 2 + 3?", "Name a colour."):

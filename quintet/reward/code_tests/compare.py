@@ -94,9 +94,13 @@ def _float_equal(expected: float, got: int | float) -> bool:
 def _dicts_equal(expected: dict[Any, Any], got: dict[Any, Any]) -> bool:
     if len(expected) != len(got):
         return False
-    found = {str(key) if type(key) is int else key: value for key, value in got.items()}
-    keys = {str(key) if type(key) is int else key: value for key, value in expected.items()}
+    found, keys = ({_as_json_key(key): value for key, value in one.items()} for one in (got, expected))
     return keys.keys() == found.keys() and all(values_equal(value, found[key]) for key, value in keys.items())
+
+
+def _as_json_key(key: Any) -> Any:
+    """An integer as JSON writes it; one of thousands of digits, which Python refuses to write, as it is."""
+    return str(key) if type(key) is int and key.bit_length() <= 64 else key
 
 
 def holds(value: Any, op: Op, other: Any) -> bool:
