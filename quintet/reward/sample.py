@@ -59,7 +59,7 @@ def sample_of(group: Group, index: int) -> Sample:
         test_cases=prompt.test_cases,
         metadata=prompt.metadata,
         episode=rollout.episode,
-        sampled_tokens=sum(rollout.loss_mask),
+        sampled_tokens=sum(rollout.loss_mask) if rollout.loss_mask else None,
     )
 
 

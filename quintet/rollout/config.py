@@ -14,9 +14,7 @@ class ToolConfig(BaseModel):
 
     fn: str = Field(description="calculator, search, python, or module:function (typed parameters)")
     name: str | None = Field(None, description="what the policy calls it; null: the function's own name")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="search: corpus (a file), results; python: limits as in sandbox Limits"
-    )
+    args: dict[str, Any] = Field(default_factory=dict, description="search: corpus (a file), results")
 
 
 class EnvironmentConfig(BaseModel):
@@ -29,7 +27,9 @@ class EnvironmentConfig(BaseModel):
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     tools: list[ToolConfig] = Field(default_factory=list)
-    sandbox: str | None = Field(None, description="module:Class of a Sandbox, for the tool python")
+    sandbox: dict[str, Any] = Field(
+        default_factory=dict, description="of the tool python, as for the reward function code: backend, limits ..."
+    )
     max_turns: int = Field(8, gt=0)
     turn_tokens: int | None = Field(None, gt=0, description="new tokens per turn; null: what rollout.max_tokens leaves")
     timeout_s: float = Field(30.0, gt=0, description="of one step; longer is a failure of the environment")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from quintet.rollout.config import EnvironmentConfig, ToolConfig
 from quintet.rollout.environment import Environment
 from quintet.rollout.search import Corpus
 from quintet.rollout.tool_environment import ToolEnvironment
 from quintet.rollout.tools import Tool, calculator, load_tool, python_tool, search_tool
-from quintet.sandbox.protocol import Limits, Sandbox
+from quintet.sandbox.config import SandboxConfig
+from quintet.sandbox.factory import make_sandbox
+from quintet.sandbox.protocol import limits_of
 from quintet.types import QuintetError
 
 TOOLS, REASONING, GYM, AGENT = "tools", "reasoning_gym", "gym:", "agent:"
@@ -43,8 +46,9 @@ class EnvironmentFactory:
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
         self._corpora = {i: _corpus(tool) for i, tool in enumerate(config.tools) if tool.fn == "search"}
-        self._sandbox: Sandbox | None = None
-        self._starting = asyncio.Lock()
+        python = any(tool.fn == "python" for tool in config.tools)
+        self._sandbox_config = _sandbox_config(config.sandbox)
+        self._sandbox = make_sandbox(self._sandbox_config) if python else None
         self._class = None if config.kind == TOOLS else _class_of(config)
         if config.kind == TOOLS:
             self._check_tools()
@@ -87,17 +91,9 @@ class EnvironmentFactory:
         if config.fn == "search":
             return search_tool(self._corpora[index], name=name, results=config.args.get("results", 3))
         if config.fn == "python":
-            return python_tool(self._started_sandbox, Limits(**config.args), name=name)
+            assert self._sandbox is not None
+            return python_tool(self._sandbox, limits_of(self._sandbox_config.limits), name=name)
         return load_tool(config.fn, name)
-
-    async def _started_sandbox(self) -> Sandbox:
-        async with self._starting:
-            if self._sandbox is None:
-                assert self._config.sandbox is not None, "checked with the recipe"
-                sandbox: Sandbox = load(self._config.sandbox, "environment.sandbox")()
-                await sandbox.start()
-                self._sandbox = sandbox
-            return self._sandbox
 
 
 def load(path: str, option: str) -> Any:
@@ -135,6 +131,15 @@ def _class_of(config: EnvironmentConfig) -> Any:
     return found
 
 
+def _sandbox_config(options: dict[str, Any]) -> SandboxConfig:
+    try:
+        return SandboxConfig(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["environment.sandbox", *map(str, first["loc"])])
+        raise QuintetError(f"{where}: {first['msg']}") from None
+
+
 def _corpus(tool: ToolConfig) -> Corpus:
     path = tool.args.get("corpus")
     if not isinstance(path, str):
@@ -154,9 +159,7 @@ def environment_problem(config: EnvironmentConfig) -> tuple[str, str] | None:
         return "environment.tools", "environment.kind is tools, but environment.tools is empty: name at least one"
     if config.kind != TOOLS and config.tools:
         return "environment.tools", "environment.tools has an effect with environment.kind tools only; remove it"
-    if python and config.sandbox is None:
-        return "environment.sandbox", "the tool python needs environment.sandbox (module:Class) to run in"
-    if config.sandbox is not None and not python:
+    if config.sandbox and not python:
         return "environment.sandbox", "environment.sandbox has no effect: no tool is python; remove it"
     if is_agent(config) and config.turn_tokens is not None:
         return "environment.turn_tokens", "environment.turn_tokens has no effect with an agent, which asks for itself"

@@ -254,8 +254,7 @@ class LoadBalancer:
         self._max_in_flight = max_in_flight
         self._workers: dict[str, _Worker] = {}
         self._leases = 0
-        self._changed = asyncio.Condition()
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._waiting: list[asyncio.Future[None]] = []  # for anything to change
 
     async def acquire(self, request: RouteRequest) -> Lease:
         deadline = self._clock.now() + self._patience_s
@@ -300,8 +299,7 @@ class LoadBalancer:
         found.state = WorkerState.DRAINING
         self._strategy.forget(worker)
         while found.leases and self._workers.get(worker) is found:
-            async with self._changed:
-                await self._changed.wait()
+            await self._next_change()
 
     def status(self) -> list[WorkerStatus]:
         return [self._workers[name].status for name in sorted(self._workers)]
@@ -339,11 +337,7 @@ class LoadBalancer:
         ends = [w.down_until for w in self._workers.values() if w.state is WorkerState.DOWN]
         until = min([*ends, deadline])
 
-        async def changed() -> None:
-            async with self._changed:
-                await self._changed.wait()
-
-        waiting = asyncio.ensure_future(changed())
+        waiting = self._next_change()
         timer = asyncio.ensure_future(self._clock.sleep(max(until - self._clock.now(), 0.0)))
         try:
             await asyncio.wait([waiting, timer], return_when=asyncio.FIRST_COMPLETED)
@@ -351,14 +345,16 @@ class LoadBalancer:
             waiting.cancel()
             timer.cancel()
 
-    def _notify(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
+    def _next_change(self) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
 
-        task = asyncio.ensure_future(notify())
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
+    def _notify(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
     def _explain(self, request: RouteRequest) -> str:
         seen = ", ".join(f"{w.name} {w.state} (version {w.version}) {w.message}".strip() for w in self.status())

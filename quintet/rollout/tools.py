@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import inspect
 import operator
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,17 +175,14 @@ def search_tool(corpus: Corpus, *, name: str = "search", results: int = 3) -> To
     return Tool.of(search, name)
 
 
-def python_tool(started: Callable[[], Awaitable[Sandbox]], limits: Limits, *, name: str = "python") -> Tool:
-    """Python in a sandbox session that lives as long as the episode; variables stay between calls.
-
-    `started` gives the sandbox, started; it is asked at the first call.
-    """
+def python_tool(sandbox: Sandbox, limits: Limits, *, name: str = "python") -> Tool:
+    """Python in a sandbox session that lives as long as the episode; variables stay between calls, unless a call runs
+    into a limit: then the next one begins anew, and is told."""
     session: list[str] = []
 
     async def python(code: str) -> str:
         """Run Python code; what it prints."""
         try:
-            sandbox = await started()
             if not session:
                 session.append(await sandbox.create())
             result = await sandbox.run(Program(code), limits, session[0])
@@ -193,11 +190,14 @@ def python_tool(started: Callable[[], Awaitable[Sandbox]], limits: Limits, *, na
             raise EnvironmentFailure(str(error), kind=FailureKind.SANDBOX, retryable=error.retryable) from error
         if result.outcome is Outcome.FINISHED:
             return result.stdout
-        return f"{result.stdout}{result.stderr}[{result.outcome}]"
+        if result.outcome in (Outcome.ERROR, Outcome.EXITED):
+            return f"{result.stdout}{result.stderr}[{result.outcome}]"
+        await close()  # the sandbox has ended the session
+        return f"{result.stdout}{result.stderr}[{result.outcome}: variables are lost]"
 
     async def close() -> None:
-        for one in session:
-            await (await started()).destroy(one)
+        while session:
+            await sandbox.destroy(session.pop())
 
     made = Tool.of(python, name)
     return Tool(made.name, made.description, made.arguments, made.function, close)

@@ -205,7 +205,7 @@ def test_a_paused_server_answers_after_resume(mode: str) -> None:
     tokenizer = chat_tokenizer()
     model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=2000)
     results: list[httpx.Response] = []
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 60}
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 400}
     with serving(make_server(model, tokenizer)) as url:
         ask = threading.Thread(target=lambda: results.append(post(url, "/v1/chat/completions", json=body)))
         ask.start()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -215,14 +214,10 @@ def test_search_ranks_rare_words_above_common_ones(tmp_path: Path) -> None:
 class FakeSandbox:
     """Remembers what it ran; `print(x)` prints x."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: object = None) -> None:
         self.live: set[str] = set()
         self.ran: list[tuple[str, str | None]] = []
-        self.starts = 0
         self.broken = False
-
-    async def start(self) -> None:
-        self.starts += 1
 
     async def create(self) -> str:
         self.live.add(f"s{len(self.ran)}")
@@ -232,6 +227,8 @@ class FakeSandbox:
         if self.broken:
             raise SandboxFailure("no workers left")
         self.ran.append((program.code, session))
+        if "forever" in program.code:
+            return RunResult(RunOutcome.WALL_TIME, "", "")
         if "crash" in program.code:
             return RunResult(RunOutcome.ERROR, "", "NameError: crash\n")
         return RunResult(RunOutcome.FINISHED, program.code.removeprefix("print(").removesuffix(")"), "")
@@ -245,14 +242,15 @@ class FakeSandbox:
 def test_python_runs_in_one_session_per_episode_and_a_sandbox_fault_is_a_failure() -> None:
     sandbox = FakeSandbox()
 
-    async def started() -> Any:
-        return sandbox
-
     async def program() -> None:
-        tool = python_tool(started, Limits())
+        tool = python_tool(sandbox, Limits())
         assert await tool.call({"code": "print(7)"}, 1.0) == "7"
         assert await tool.call({"code": "crash"}, 1.0) == "NameError: crash\n[error]"
         assert {session for _, session in sandbox.ran} == sandbox.live
+        assert await tool.call({"code": "forever"}, 1.0) == "[wall_time: variables are lost]"
+        assert sandbox.live == set()
+        assert await tool.call({"code": "print(8)"}, 1.0) == "8"
+        assert sandbox.ran[-1][1] not in {session for _, session in sandbox.ran[:-1]}
         assert tool.close is not None
         await tool.close()
         assert sandbox.live == set()
@@ -271,10 +269,10 @@ def test_a_recipes_tools_are_made_and_its_mistakes_refused(tmp_path: Path) -> No
         tools=[
             ToolConfig(fn="calculator", name="c"),
             ToolConfig(fn="search", args={"corpus": str(tmp_path / "notes.txt")}),
-            ToolConfig(fn="python", args={"wall_s": 1.0}),
+            ToolConfig(fn="python"),
             ToolConfig(fn=f"{__name__}:add"),
         ],
-        sandbox=f"{__name__}:FakeSandbox",
+        sandbox={"backend": f"{__name__}:FakeSandbox", "limits": {"wall_s": 1.0}},
     )
     factory = EnvironmentFactory(config)
     environment = factory()
@@ -285,6 +283,7 @@ def test_a_recipes_tools_are_made_and_its_mistakes_refused(tmp_path: Path) -> No
         ({"tools": [{"fn": "calculate"}]}, "neither calculator"),
         ({"tools": [{"fn": "no.module:f"}]}, "cannot be imported"),
         ({"tools": [{"fn": "search"}]}, "corpus"),
+        ({"tools": [{"fn": "python"}], "sandbox": {"limits": {"wall": 1}}}, "environment.sandbox.limits.wall"),
         ({"args": {"formt": "tags"}}, "formt"),
         ({"args": {"format": "xml"}}, "json or tags"),
         ({"kind": "gym:tests.rollout.test_tools:Nothing", "tools": []}, "has no 'Nothing'"),
@@ -301,8 +300,7 @@ def test_a_recipes_tools_are_made_and_its_mistakes_refused(tmp_path: Path) -> No
         ({"max_turns": 3}, "environment.kind"),
         ({"kind": "tools"}, "environment.tools"),
         ({"kind": "reasoning_gym", "tools": [{"fn": "calculator"}]}, "environment.tools"),
-        ({"kind": "tools", "tools": [{"fn": "python"}]}, "environment.sandbox"),
-        ({"kind": "tools", "tools": [{"fn": "calculator"}], "sandbox": "a:B"}, "environment.sandbox"),
+        ({"kind": "tools", "tools": [{"fn": "calculator"}], "sandbox": {"workers": 2}}, "environment.sandbox"),
         ({"kind": "agent:a:b", "turn_tokens": 4}, "environment.turn_tokens"),
     ],
 )
