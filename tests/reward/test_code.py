@@ -156,6 +156,7 @@ def test_an_integer_too_long_to_be_written_is_compared_and_not_written() -> None
         ([1], {1}, False),
         ({"1": [2]}, {1: (2,)}, True),
         ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({"1": 1}, {10**5000: 1}, False),
         ("1", 1, False),
         (None, None, True),
         (None, 0, False),
