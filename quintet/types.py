@@ -75,7 +75,7 @@ class Prompt(msgspec.Struct):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 mean no truncation.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no truncation.
 
     `seed` is the run's random seed: the draw of a token is keyed by (seed, group id, sample index,
     position), never by its place in a batch.
@@ -89,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    min_p: float = 0.0
 
 
 class FinishReason(StrEnum):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from quintet.algorithms.presets import Algorithm
 from quintet.config import RunConfig
 from quintet.models.config import LoraConfig
+from quintet.rollout.engine.step import PAGE
 
 _FLOAT32 = 4
 _ADAMW = 8  # two float32 moments
@@ -80,7 +81,8 @@ def _kv_bytes(
     running = min(rollout.max_running, rollout.groups_per_step * rollout.group_size * (1 + algorithm.max_staleness))
     tokens = running * rollout.max_tokens + -(-running // rollout.group_size) * longest_prompt
     if rollout.kv_pages is not None:
-        tokens = min(tokens, rollout.kv_pages * rollout.page_size)
+        page = rollout.page_size if rollout.numerics == "reproducible" else PAGE
+        tokens = min(tokens, rollout.kv_pages * page)
     return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize * tokens
 
 

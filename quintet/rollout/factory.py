@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _METHODS = ("generate", "update_weights", "health_check", "abort")
-_EMBEDDED_ONLY = ("page_size", "kv_pages", "prefill_tokens")
+_REPRODUCIBLE_ONLY = ("page_size",)
+_FAST_ONLY = ("kernels", "prefix_cache_pages")
+_EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens")
 
 
 def check_rollout_config(config: RolloutConfig) -> None:
@@ -25,6 +27,10 @@ def check_rollout_config(config: RolloutConfig) -> None:
     if config.engine in ("embedded", "transformers"):
         if config.engine == "transformers":
             _check_transformers(config)
+        elif config.numerics == "fast":
+            _check_ignored(config, _REPRODUCIBLE_ONLY, "rollout.numerics: fast")
+        else:
+            _check_ignored(config, _FAST_ONLY, "rollout.numerics: reproducible")
         return
     module, _, name = config.engine.partition(":")
     if not module or not name:
@@ -45,10 +51,14 @@ def _check_transformers(config: RolloutConfig) -> None:
         raise QuintetError(
             "rollout.numerics: reproducible is kept by rollout.engine: embedded only; set rollout.numerics: fast."
         )
+    _check_ignored(config, _EMBEDDED_ONLY, "rollout.engine: transformers")
+
+
+def _check_ignored(config: RolloutConfig, names: tuple[str, ...], under: str) -> None:
     defaults = RolloutConfig.model_fields
-    ignored = [name for name in _EMBEDDED_ONLY if getattr(config, name) != defaults[name].default]
+    ignored = [name for name in names if getattr(config, name) != defaults[name].default]
     if ignored:
-        raise QuintetError(f"rollout.{ignored[0]} has no effect with rollout.engine: transformers; remove it.")
+        raise QuintetError(f"rollout.{ignored[0]} has no effect with {under}; remove it.")
 
 
 def make_rollout_worker(

@@ -7,7 +7,7 @@ import torch
 
 from quintet.models.config import ModelConfig
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import Engine
+from quintet.rollout.engine.build import make_engine as build_engine
 from quintet.types import SamplingParams
 from tests.rollout.small_models import CPU, generate, ids_and_bits, make_group, reference_logits
 
@@ -23,12 +23,12 @@ def smollm2():
 
 
 def make_engine(model, tokenizer, **options):
-    return Engine(
+    return build_engine(
         model.config,
         model.state_dict(),
         eos_ids=tokenizer.eos_ids,
         decode=tokenizer.decode,
-        config=RolloutConfig(numerics="reproducible", **options),
+        config=RolloutConfig(**({"numerics": "reproducible"} | options)),
         device=CPU,
         dtype=torch.float32,
     )

@@ -64,11 +64,11 @@ class Sequence:
         self.versions.append(version)
         if token in self.stop_ids:
             return FinishReason.STOP
-        if self.params.stop and self._stop_string_ends_here(decode):
+        if self.params.stop and self.stop_string_ends_here(decode):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_ids) >= self.max_new else None
 
-    def _stop_string_ends_here(self, decode: Decode) -> bool:
+    def stop_string_ends_here(self, decode: Decode) -> bool:
         # A token that shows adds at least one byte and a character has at most four, so a stop string that ends with
         # this token began within the window; the window's own first characters may decode differently, hence the 8.
         window = 4 * max(map(len, self.params.stop)) + 8
@@ -159,6 +159,7 @@ def check_params(params: SamplingParams) -> None:
         (params.max_tokens < 1, f"max_tokens={params.max_tokens} must be at least 1"),
         (not params.temperature >= 0.0, f"temperature={params.temperature} must not be negative"),
         (not 0.0 < params.top_p <= 1.0, f"top_p={params.top_p} must be above 0 and at most 1"),
+        (not 0.0 <= params.min_p <= 1.0, f"min_p={params.min_p} must be at least 0 and at most 1"),
         (params.top_k < 0, f"top_k={params.top_k} must not be negative (0: no limit)"),
         ("" in params.stop, "an empty stop string would end every sample before its first token"),
     ]
