@@ -70,8 +70,8 @@ class Model : public Decoder {
 
     // Of the step in progress. Row strides: residual and fused are whole panels, the rest whole inner blocks.
     int capacity = 0, width_x, width_in, width_fused, width_q, width_hidden, width_logits;
-    std::vector<float> residual, fused, logits;
-    std::vector<Act> normed, queries, mixed, hidden;
+    Buffer<float> residual, fused, logits;
+    Buffer<Act> normed, queries, mixed, hidden;
     std::vector<Task> tasks;
     std::vector<int> member_of;
     std::vector<Scratch<P>> scratch;
@@ -160,21 +160,21 @@ class Model : public Decoder {
     // The matrix products of a step over `rows` tokens and nothing else: what a step cannot be quicker than.
     void products(int rows) override {
         reserve(rows);
-        logits.resize(size_t(std::min(rows, LOGIT_ROWS)) * width_logits);
+        logits.reserve(size_t(std::min(rows, LOGIT_ROWS) + BLOCK) * width_logits);
 #pragma omp parallel num_threads(spec.threads)
         {
             shapes();
             for (Layer& l : layers) {
-                product(normed.data(), width_in, rows, l.qkv, amx, Store<P>{l.qkv, fused.data(), size_t(width_fused)});
-                product(mixed.data(), width_q, rows, l.output, amx, Add<P>{l.output, residual.data(), size_t(width_x)});
+                product(normed.data(), width_in, rows, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+                product(mixed.data(), width_q, rows, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
                 product(normed.data(), width_in, rows, l.gate_up, amx,
-                        Gate<P>{l.gate_up, hidden.data(), size_t(width_hidden)});
+                        Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
                 product(hidden.data(), width_hidden, rows, l.down, amx,
-                        Add<P>{l.down, residual.data(), size_t(width_x)});
+                        Into{residual.data(), width_x, true, l.down.bias});
             }
             for (int first = 0; first < rows; first += LOGIT_ROWS)
                 product(normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, amx,
-                        Store<P>{head, logits.data(), size_t(width_logits)});
+                        Into{logits.data(), width_logits, false, head.bias});
             release();
         }
     }
@@ -219,8 +219,8 @@ class Model : public Decoder {
         if (tokens <= capacity) return;
         capacity = up(tokens, BLOCK);
         const size_t rows = capacity + BLOCK;
-        residual.resize(rows * width_x), fused.resize(rows * width_fused);
-        normed.resize(rows * width_in), mixed.resize(rows * width_q), hidden.resize(rows * width_hidden);
+        residual.reserve(rows * width_x), fused.reserve(rows * width_fused);
+        normed.reserve(rows * width_in), mixed.reserve(rows * width_q), hidden.reserve(rows * width_hidden);
     }
 
     int query_group() const { return spec.heads / spec.kv_heads; }
@@ -228,8 +228,8 @@ class Model : public Decoder {
     void prepare(const Step& step) {
         reserve(step.tokens);
         const int group = query_group(), per_task = LIMIT / group;
-        queries.resize((size_t(step.tokens) * spec.heads + LIMIT) * attention.width);
-        logits.resize(size_t(std::min(step.logits, LOGIT_ROWS)) * width_logits);
+        queries.reserve((size_t(step.tokens) * spec.heads + LIMIT) * attention.width);
+        logits.reserve(size_t(std::min(step.logits, LOGIT_ROWS) + BLOCK) * width_logits);
         member_of.resize(step.tokens);
         tasks.clear();
         for (int m = 0; m < step.members; ++m)
@@ -248,21 +248,22 @@ class Model : public Decoder {
 #pragma omp for schedule(static)
         for (int t = 0; t < step.tokens; ++t) {
             const Act* from = embedding + size_t(step.ids[t]) * spec.hidden;
-            for (int i = 0; i < spec.hidden; ++i) residual[size_t(t) * width_x + i] = P::get(from[i]);
+            float* to = &residual[size_t(t) * width_x];
+            for (int i = 0; i < spec.hidden; ++i) to[i] = P::get(from[i]);
         }
     }
 
     void run_layer(const Step& step, Layer& l, Act* pages) {
         const int n = step.tokens;
         normalise(n, l.input_norm);
-        product(normed.data(), width_in, n, l.qkv, amx, Store<P>{l.qkv, fused.data(), size_t(width_fused)});
+        product(normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
         rotate(step, l, pages);
         attend(step, pages);
-        product(mixed.data(), width_q, n, l.output, amx, Add<P>{l.output, residual.data(), size_t(width_x)});
+        product(mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
         normalise(n, l.mlp_norm);
         product(normed.data(), width_in, n, l.gate_up, amx,
-                Gate<P>{l.gate_up, hidden.data(), size_t(width_hidden)});
-        product(hidden.data(), width_hidden, n, l.down, amx, Add<P>{l.down, residual.data(), size_t(width_x)});
+                Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+        product(hidden.data(), width_hidden, n, l.down, amx, Into{residual.data(), width_x, true, l.down.bias});
     }
 
     // RMS normalisation in float32 (arXiv 1910.07467).
@@ -292,11 +293,23 @@ class Model : public Decoder {
             const float scale = 1.0f / std::sqrt(total / d + spec.norm_eps);
             for (int i = 0; i < d; ++i) x[i] *= scale * weight[i];
         }
-        for (int i = 0; i < half; ++i) {
+        int i = 0;
+        for (; i + VL <= half; i += VL) {
+            const vf left = load(x + i), right = load(x + i + half), c = load(cosine + i), s = load(sine + i);
+            store(x + i, left * c - right * s);
+            store(x + i + half, right * c + left * s);
+        }
+        for (; i < half; ++i) {
             const float left = x[i], right = x[i + half];
             x[i] = left * cosine[i] - right * sine[i];
             x[i + half] = right * cosine[i] + left * sine[i];
         }
+    }
+
+    static void put_scaled(const float* x, float scale, Act* to, int n) {
+        int i = 0;
+        for (; i + VL <= n; i += VL) P::put(to + i, load(x + i) * scale);
+        for (; i < n; ++i) to[i] = P::one(x[i] * scale);
     }
 
     void rotate(const Step& step, const Layer& l, Act* pages) {
@@ -310,8 +323,7 @@ class Model : public Decoder {
             float* x = &fused[size_t(t) * width_fused];
             for (int h = 0; h < spec.heads; ++h, x += d) {
                 rotate_head(x, l.q_norm, cosine, sine);
-                Act* to = query(step, h / group, t, h % group);
-                for (int j = 0; j < d; ++j) to[j] = P::one(x[j] * scale);
+                put_scaled(x, scale, query(step, h / group, t, h % group), d);
             }
             if (!step.member_writes[m]) continue;
             const int page = step.own_table[step.member_row[m] * step.own_stride + place / PAGE];
@@ -372,7 +384,7 @@ class Model : public Decoder {
 #pragma omp for schedule(static)
         for (int r = 0; r < rows; ++r)
             normalise_row(&residual[size_t(step.logit_token[first + r]) * width_x], norm, &normed[size_t(r) * width_in]);
-        product(normed.data(), width_in, rows, head, amx, Store<P>{head, logits.data(), size_t(width_logits)});
+        product(normed.data(), width_in, rows, head, amx, Into{logits.data(), width_logits, false, head.bias});
 #pragma omp for schedule(dynamic, 1)
         for (int i = 0; i < step.samplers; ++i) {
             const int row = step.sampler_logit[i] - first;

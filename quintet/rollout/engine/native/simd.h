@@ -34,15 +34,23 @@ static inline vf splat(float x) { return x - vf{}; }
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 
 static inline float sum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float s = 0;
     for (int i = 0; i < VL; ++i) s += v[i];
     return s;
+#endif
 }
 
 static inline float largest(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float m = v[0];
     for (int i = 1; i < VL; ++i) m = v[i] > m ? v[i] : m;
     return m;
+#endif
 }
 
 // e^x for x <= 0 to 1 unit in the last place or two; 0 below -87. Range reduction by a magic addition, then the
@@ -128,6 +136,7 @@ struct __attribute__((packed)) TileConfig {
 };
 static inline void tiles_for(int left_rows) {
     TileConfig config(left_rows);
+    asm volatile("" : : "m"(config) : "memory");  // the intrinsic names 8 bytes of it only
     _tile_loadconfig(&config);
 }
 #endif
