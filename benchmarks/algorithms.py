@@ -1,13 +1,13 @@
 """Every preset on one task from one start: preset x held-out accuracy x seconds.
 
-    python benchmarks/algorithms.py                              # everything; hours on two cores
+    python benchmarks/algorithms.py --out bench --page docs/which_algorithm.md   # everything: ~25 min on two cores
     python benchmarks/algorithms.py --presets grpo,ppo --steps 40 --seeds 1
-    python benchmarks/algorithms.py --page docs/which_algorithm.md
 
 A tiny model is warm-started once (supervised, recipes/sums_tiny.yaml); each preset then trains from those weights on
 the same questions, with the same number of samples a step and the same learning rate, and is asked 200 questions that
 neither stage has seen (greedy). Offline presets get pairs made of the same questions. Seeds change sampling and order,
-not the start and not the split. Runs are kept in --out: what is finished there is not run again.
+not the start and not the split. `--jobs` runs go on at a time, each in a process and on a thread of its own. They are
+kept in --out: what is finished there is not run again, what was cut off goes on.
 
 Left out: a learning rate tuned for each preset. A preset that would win with another one loses here.
 """
@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -29,6 +33,7 @@ from quintet.algorithms.presets import OFFLINE_PRESETS, PRESETS
 from quintet.config import load_config
 from quintet.data.dataset import load_rows
 from quintet.data.tasks import task_rows
+from quintet.files import write_whole
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
 
@@ -36,6 +41,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "sums_tiny.yaml"
 HEADLINE = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "gspo", "cispo")
 BEGIN, END = "<!-- table: benchmarks/algorithms.py -->", "<!-- end of table -->"
 PAGE = "# Which algorithm should I use?\n\nMeasured, not believed:\n\n"
+Run = tuple[str, int]  # preset, seed
+Figures = tuple[float, float, float]  # accuracy before and after, seconds of steps
+SIZES = ("steps", "offline_steps", "groups", "group_size", "warm_start_steps", "lr", "offline_lr", "set")
 
 # What a preset cannot do without. Everything else is the same for all.
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
@@ -68,8 +76,17 @@ class Bench:
     start: Path
     options: argparse.Namespace
 
-    def run(self, preset: str, seed: int) -> tuple[float, float, float]:
+    def run(self, preset: str, seed: int) -> Figures:
         """(accuracy before, after, seconds of steps). A finished run in `out` is read instead."""
+        known = self.out / "results" / f"{preset}-{seed}.json"
+        if not known.exists():
+            figures = self._run(preset, seed)
+            known.parent.mkdir(exist_ok=True)
+            write_whole(known, json.dumps(figures))
+        before, after, seconds = json.loads(known.read_text())
+        return before, after, seconds
+
+    def _run(self, preset: str, seed: int) -> Figures:
         offline = preset in OFFLINE_PRESETS
         config = self._offline(preset, seed) if offline else self._online(preset, seed)
         result = quintet.train(config, out=self.out / "runs" / f"{preset}-{seed}")
@@ -111,6 +128,7 @@ class Bench:
             "seed": seed,
             "model": model,
             "algorithm": {"preset": preset},
+            "cluster": {"threads": 1},
             "log": log,
         }
 
@@ -171,9 +189,10 @@ def write_page(path: Path, text: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="all", help="names with commas between, `headline`, or all")
-    parser.add_argument("--steps", type=int, default=100, help="controller steps of presets that sample")
+    parser.add_argument("--steps", type=int, default=60, help="controller steps of presets that sample")
     parser.add_argument("--offline-steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the headline presets; the others get one")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--warm-start-steps", type=int, default=200)
@@ -192,29 +211,58 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_preset(bench: Bench, preset: str, seeds: int) -> Result:
-    """Raises QuintetError when a run cannot go on."""
-    result = Result(preset, 0.0)
-    for seed in range(seeds):
-        result.before, after, seconds = bench.run(preset, seed)
-        result.after.append(after)
-        result.seconds.append(seconds)
-        print(f"{preset} seed {seed}: {result.before:.1%} -> {after:.1%} in {seconds:.0f} s", flush=True)
-    return result
+def runs_of(options: argparse.Namespace) -> Iterator[Run]:
+    """(preset, seed): the first seed of all first, so that a table cut short has every preset."""
+    for seed in range(options.seeds):
+        yield from ((name, seed) for name in options.presets if seed == 0 or name in HEADLINE)
+
+
+def outcomes(bench: Bench, todo: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Callable[[], Figures]]]:
+    """Each run as it ends, and what gives its figures or raises what it raised."""
+    if jobs == 1:
+        yield from (((preset, seed), partial(bench.run, preset, seed)) for preset, seed in todo)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        started = {pool.submit(bench.run, preset, seed): (preset, seed) for preset, seed in todo}
+        yield from ((started[future], future.result) for future in as_completed(started))
+
+
+def run_all(bench: Bench, options: argparse.Namespace) -> tuple[list[Result], dict[str, str]]:
+    """Results by preset in the order asked for, and of those whose run ended early why."""
+    todo, began = list(runs_of(options)), time.monotonic()
+    found: dict[Run, Figures] = {}
+    failed: dict[str, str] = {}
+    for done, ((preset, seed), figures) in enumerate(outcomes(bench, todo, options.jobs), start=1):
+        try:
+            before, after, seconds = found[preset, seed] = figures()
+            said = f"{before:.1%} -> {after:.1%} in {seconds:.0f} s"
+        except QuintetError as error:
+            failed[preset] = str(error).splitlines()[0]
+            said = str(error)
+        print(f"[{done}/{len(todo)}, {time.monotonic() - began:.0f} s] {preset} seed {seed}: {said}", flush=True)
+    results = []
+    for preset in (name for name in options.presets if name not in failed):
+        rows = [figures for key, figures in sorted(found.items()) if key[0] == preset]
+        results.append(Result(preset, rows[0][0], [r[1] for r in rows], [r[2] for r in rows]))
+    return results, failed
+
+
+def require_same_sizes(out: Path, options: argparse.Namespace) -> None:
+    """Runs of other sizes cannot stand in one table. Raises QuintetError naming the first that differs."""
+    sizes, known = {name: getattr(options, name) for name in SIZES}, out / "sizes.json"
+    if not known.exists():
+        known.write_text(json.dumps(sizes))
+    for name, value in json.loads(known.read_text()).items():
+        if sizes[name] != value:
+            raise QuintetError(f"{out} holds runs with --{name.replace('_', '-')} {value}: choose another --out")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parse(arguments)
     out = options.out or Path(tempfile.mkdtemp(prefix="bench-algorithms-"))
     out.mkdir(parents=True, exist_ok=True)
-    bench, results = prepare(options, out), []
-    failed: dict[str, str] = {}
-    for preset in options.presets:
-        try:
-            results.append(run_preset(bench, preset, options.seeds if preset in HEADLINE else 1))
-        except QuintetError as error:
-            failed[preset] = str(error).splitlines()[0]
-            print(f"{preset}: {error}", flush=True)
+    require_same_sizes(out, options)
+    results, failed = run_all(prepare(options, out), options)
     text = table(results, failed, options)
     print(f"\n{text}\n\nruns: {out}")
     if options.page is not None:

@@ -1,25 +1,35 @@
 """Seconds until a held-out accuracy, quintet against TRL: same model, data, sizes, learning rate and grader.
 
-    python benchmarks/time_to_reward.py                        # both sides, one after the other (about 30 min)
-    python benchmarks/time_to_reward.py --sides trl --steps 20
-    python benchmarks/time_to_reward.py --quintet-run runs/smollm2   # take quintet's curve from a finished run
+    python benchmarks/time_to_reward.py                        # both sides in turns, 30 steps each
+    python benchmarks/time_to_reward.py --steps 15 --dtype bfloat16
+    python benchmarks/time_to_reward.py --sides trl --device cuda
 
-The recipe is recipes/smollm2_sums.yaml. TRL is given its best on a CPU: float32 weights (bf16 autocast where the
-processor has it), activation checkpointing off, the whole step in one generation batch, both threads; its settings
-are printed. Evaluation (greedy, every 5 steps, 100 held-out prompts) stands outside both clocks. Needs the extra
-`quintet[bench]`. Writes a picture of both curves (HTML, no network) and ends with a RATIO line.
+The recipe is recipes/smollm2_sums.yaml. Each side is a process of its own; they take turns of `--turn` seconds, one
+stopped while the other runs, and only the seconds in which a side ran count. TRL is given its best on a CPU: float32
+weights (bf16 autocast where the processor has it), activation checkpointing off, the whole step in one generation
+batch, both threads; its settings are printed. Evaluation (greedy, every 5 steps, 100 held-out prompts) stands outside
+both clocks. Needs the extra `quintet[bench]`. Writes a picture of both curves (HTML, no network) and ends with a RATIO
+line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from _sides import machine, ratio_line
 
 import quintet
 from quintet.cluster.build import Base, load_data, load_policy
@@ -37,63 +47,132 @@ EVERY = 5
 Curve = list[tuple[float, float]]  # (training seconds, held-out greedy accuracy)
 
 
-def quintet_side(config: RunConfig, out: Path) -> Curve:
-    quintet.train(config, out=out)
-    return curve_of_run(out)
+@dataclass
+class Side:
+    """A child process, and when it was allowed to run (Unix seconds)."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    ran: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def seconds(self, start: float, end: float) -> float:
+        """How much of [start, end] it ran."""
+        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.ran)
+
+    def turn(self, turn_s: float, others_alive: bool) -> None:
+        """Let it run for a while; to its end when it is alone."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        began = time.time()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(turn_s if others_alive else None)
+        if self.alive:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        self.ran.append((began, time.time()))
 
 
-def curve_of_run(folder: Path) -> Curve:
+def run_in_turns(commands: dict[str, list[str]], turn_s: float, out: Path) -> list[Side]:
+    sides = []
+    for name, command in commands.items():
+        with (out / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        os.killpg(process.pid, signal.SIGSTOP)
+        sides.append(Side(name, process))
+    try:
+        while any(side.alive for side in sides):
+            for side in sides:
+                if side.alive:
+                    side.turn(turn_s, any(other.alive for other in sides if other is not side))
+    finally:
+        for side in sides:
+            if side.alive:
+                os.killpg(side.process.pid, signal.SIGKILL)
+    for side in sides:
+        if side.process.returncode != 0:
+            raise SystemExit(f"{side.name} failed:\n{(out / f'{side.name}.log').read_text()[-3000:]}")
+    return sides
+
+
+def curve_of(side: Side, out: Path) -> Curve:
     """Training seconds are the sum of the steps' own; evaluations lie between the steps."""
-    seconds, curve = 0.0, []
-    for row in read_metrics(folder / "metrics.jsonl"):
-        seconds += row.get("time/step_s") or 0.0
-        if row.get("eval/accuracy") is not None:
-            curve.append((seconds, row["eval/accuracy"]))
+    steps, accuracies = (quintet_marks if side.name == "quintet" else trl_marks)(out / side.name)
+    curve, seconds = [], 0.0
+    for step in range(len(steps) + 1):
+        seconds += side.seconds(*steps[step - 1]) if step else 0.0
+        if step in accuracies:
+            curve.append((seconds, accuracies[step]))
     return curve
 
 
-def trl_side(config: RunConfig, out: Path) -> Curve:
+Marks = tuple[list[tuple[float, float]], dict[int, float]]  # begin and end of each step (Unix seconds), accuracies
+
+
+def quintet_marks(folder: Path) -> Marks:
+    """From the run's own time line and metrics."""
+    lines = [
+        json.loads(line.rstrip(",\n")) for line in (folder / "trace.json").read_text().splitlines() if len(line) > 2
+    ]
+    begun = next(line["args"]["begun"] for line in lines if line["name"] == "process_name")
+    spans = [line for line in lines if line["ph"] == "X" and line["name"].startswith("step ")]
+    steps = [(begun + s["ts"] / 1e6, begun + (s["ts"] + s["dur"]) / 1e6) for s in spans]
+    rows = read_metrics(folder / "metrics.jsonl")
+    return steps, {int(r["step"]): r["eval/accuracy"] for r in rows if r.get("eval/accuracy") is not None}
+
+
+def trl_marks(folder: Path) -> Marks:
+    steps: list[tuple[float, float]] = []
+    accuracies: dict[int, float] = {}
+    for line in (folder / "marks.jsonl").read_text().splitlines():
+        mark = json.loads(line)
+        if "accuracy" in mark:
+            accuracies[mark["step"]] = mark["accuracy"]
+        else:
+            steps.append((mark["began"], mark["ended"]))
+    return steps, accuracies
+
+
+def trl_side(config: RunConfig, out: Path) -> None:
+    """Train, and write `marks.jsonl`: when each step began and ended, and the accuracies."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     base = Base.of(config)
     data = load_data(config, base)
-    model = load_policy(config.model)
-    settings = trl_settings(config, out)
-    print("TRL settings:", json.dumps(settings, default=str))
-    curve: Curve = []
-    clock = {"start": 0.0, "paused": 0.0}
+    out.mkdir(parents=True, exist_ok=True)
+    marks = (out / "marks.jsonl").open("w", buffering=1)
 
-    def evaluate(trained: Any) -> float:
-        began = time.perf_counter()
-        right = greedy_accuracy(trained, base, data.held_out, config.rollout.max_tokens)
-        clock["paused"] += time.perf_counter() - began
-        return right
+    def evaluate(trained: Any, step: int) -> None:
+        accuracy = greedy_accuracy(trained, base, data.held_out, config.rollout.max_tokens)
+        marks.write(json.dumps({"step": step, "accuracy": accuracy}) + "\n")
 
-    class Evaluation(TrainerCallback):
+    class Marks(TrainerCallback):
+        began = 0.0
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            curve.append((0.0, evaluate(kwargs["model"])))
-            clock.update(start=time.perf_counter(), paused=0.0)
+            evaluate(kwargs["model"], 0)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.began = time.time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds = time.perf_counter() - clock["start"] - clock["paused"]
-            print(f"trl step {state.global_step} at {seconds:.0f} s", flush=True)
+            marks.write(json.dumps({"step": state.global_step, "began": self.began, "ended": time.time()}) + "\n")
             if state.global_step % EVERY == 0:
-                curve.append((seconds, evaluate(kwargs["model"])))
-                print(f"trl accuracy {curve[-1][1]:.2f}", flush=True)
+                evaluate(kwargs["model"], state.global_step)
 
     rows = [{"prompt": [{"role": "user", "content": p.text}], "answer": p.answer} for p in data.train]
     trainer = GRPOTrainer(
-        model=model,
-        args=GRPOConfig(**settings),
+        model=load_policy(config.model),
+        args=GRPOConfig(**trl_settings(config, out)),
         train_dataset=Dataset.from_list(rows),
         reward_funcs=[last_number_reward],
         processing_class=base.tokenizer.hf,
-        callbacks=[Evaluation()],
+        callbacks=[Marks()],
     )
     trainer.train()
-    return curve
 
 
 def trl_settings(config: RunConfig, out: Path) -> dict[str, Any]:
@@ -112,7 +191,7 @@ def trl_settings(config: RunConfig, out: Path) -> dict[str, Any]:
         "max_completion_length": rollout.max_tokens,
         "loss_type": "grpo",
         "gradient_checkpointing": False,
-        "bf16": resolve_dtype("auto", resolve_device(config.model.device)) == torch.bfloat16,
+        "bf16": resolve_dtype(config.model.dtype, resolve_device(config.model.device)) == torch.bfloat16,
         "use_cpu": config.model.device == "cpu",
         "report_to": "none",
         "save_strategy": "no",
@@ -174,29 +253,34 @@ def main() -> None:
     options.add_argument("--sides", default="quintet,trl")
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of both sides")
     options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options.add_argument("--line", type=float, default=0.7, help="held-out accuracy to reach")
+    options.add_argument("--turn", type=float, default=20.0, help="seconds of a turn")
     options.add_argument("--out", type=Path, default=Path("runs/time_to_reward"))
-    options.add_argument("--quintet-run", type=Path, help="a finished run of the recipe, in place of a new one")
+    options.add_argument("--child", choices=["quintet", "trl"], help=argparse.SUPPRESS)
     args = options.parse_args()
     overrides = [f"steps={args.steps}", f"seed={args.seed}", f"eval.every={EVERY}", f"model.device={args.device}"]
-    config = load_config(RECIPE, overrides)
+    config = load_config(RECIPE, [*overrides, f"model.dtype={args.dtype}", "algorithm.kl=null"])
+    if args.child:
+        run = trl_side if args.child == "trl" else quintet.train
+        run(config, out=args.out / args.child)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
-    curves: dict[str, Curve] = {}
-    for side in args.sides.split(","):
-        if side == "quintet":
-            known = args.quintet_run
-            curves[side] = curve_of_run(known) if known else quintet_side(config, args.out / "quintet")
-        else:
-            curves[side] = trl_side(config, args.out / "trl")
-        (args.out / f"{side}.json").write_text(json.dumps(curves[side]))
-        for seconds, accuracy in curves[side]:
-            print(f"{side:8} {seconds:7.0f} s  {accuracy:.2f}")
+    names = args.sides.split(",")
+    for name in names:
+        shutil.rmtree(args.out / name, ignore_errors=True)  # of an earlier comparison
+    print(machine(), "TRL settings: " + json.dumps(trl_settings(config, args.out / "trl"), default=str), sep="\n")
+    sides = run_in_turns({n: [sys.executable, *sys.argv, "--child", n] for n in names}, args.turn, args.out)
+    curves = {side.name: curve_of(side, args.out) for side in sides}
+    for name, curve in curves.items():
+        for seconds, accuracy in curve:
+            print(f"{name:8} {seconds:7.0f} s  {accuracy:.2f}")
     picture(curves, args.out / "curves.html")
     reached = {side: seconds_to(curve, args.line) for side, curve in curves.items()}
     ours, theirs = reached.get("quintet"), reached.get("trl")
     if ours is not None and theirs is not None:
-        print(f"RATIO time_to_reward {theirs / ours:.2f}x trl={theirs:.0f}s quintet={ours:.0f}s")
+        print(ratio_line("time_to_reward", ours, theirs, peer="trl"))
     else:
         print(f"no ratio: {args.line:.0%} was reached after {reached}")
 

@@ -43,19 +43,22 @@ def train(
     sinks: Sequence[MetricSink] = (),
     on_event: EventHandler | None = None,
     handle_signals: bool = False,
+    on_abort: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Train by reinforcement learning, or on given answers with an offline preset (dpo, reward_model, sft ...); an
     unfinished run in the folder `out` is resumed.
 
     `reward` replaces `reward.functions` of the recipe. `on_event(kind, payload)` sees progress (kinds in
-    `observe/progress.py`). `handle_signals`: the first Ctrl-C ends the run after the step in progress.
+    `observe/progress.py`). `handle_signals`: the first SIGINT or SIGTERM ends the run in order (raises
+    KeyboardInterrupt), the second one calls `on_abort` and ends the process at once, with exit code 130.
     Raises QuintetError for wrong input and for a run that cannot go on.
     """
     run_config = load_config(config)
     from quintet.algorithms.offline import is_offline
     from quintet.cluster.folder import RunFolder
-    from quintet.cluster.local import LocalRun, StopFlag
+    from quintet.cluster.local import LocalRun
     from quintet.cluster.offline import OfflineRun
+    from quintet.cluster.stopping import StopFlag
 
     offline = is_offline(run_config.algorithm)
     if offline and reward is not None:
@@ -63,8 +66,8 @@ def train(
     functions = [reward] if callable(reward) else reward
     folder = RunFolder(run_folder(run_config, out))
     event = on_event or _log_event
-    stop = StopFlag(event)
-    with folder.locked(), stop.handling_sigint(handle_signals):
+    stop = StopFlag(event, on_abort)
+    with folder.locked(), stop.handling_signals(handle_signals):
         if offline:
             trained = OfflineRun(run_config, folder, sinks=sinks, on_event=event, stop=stop)
             return RunResult(_run(trained.run()), folder.root)

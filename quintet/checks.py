@@ -127,14 +127,10 @@ def _offline(config: RunConfig, algorithm: OfflineAlgorithm) -> Iterator[Problem
                 f"train.{option} has no effect with the offline preset {name}: a step is one update on "
                 "offline.batch_size rows (data.epochs bounds the passes); remove it",
             )
-    if config.checkpoint.keep_best:
-        yield Problem("checkpoint.keep_best", f"checkpoint.keep_best has no effect with the offline preset {name}")
+    if config.offline.train_on == "all" and algorithm.objective.name != "likelihood":
+        yield Problem("offline.train_on", f"offline.train_on all has no effect with preset {name}: only sft. Remove it")
     if config.data.answers.margin is not None and not algorithm.trains_reward:
         yield Problem("data.answers.margin", f"data.answers.margin has no effect with preset {name}: only reward_model")
-    if config.model.lora is not None and algorithm.trains_reward:
-        yield Problem(
-            "model.lora", f"model.lora has no effect with preset {name}, which trains the whole body: remove it"
-        )
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:

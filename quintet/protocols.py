@@ -61,7 +61,10 @@ class TrainWorker(Protocol):
         ...
 
     async def update(self, batch: ExperienceBatch) -> TrainMetrics:
-        """Epochs x mini-batches over the batch; the optimizer steps exactly once per mini-batch."""
+        """Epochs x mini-batches over the batch; the optimizer steps exactly once per mini-batch.
+
+        Raises StepAbandoned, with everything as it was before, when the run is to stop.
+        """
         ...
 
     async def publish(self, version: int) -> WeightRef: ...

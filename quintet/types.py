@@ -18,6 +18,10 @@ class QuintetError(Exception):
     """A user's mistake, said in one to three lines: what, where, how to mend. The CLI exits with code 2."""
 
 
+class StepAbandoned(Exception):
+    """The run is to stop, and the step in progress has not changed a weight: a resumed run does it again, whole."""
+
+
 class FailureKind(StrEnum):
     """Where something that is *not* the policy's doing went wrong."""
 
@@ -91,6 +95,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0
     min_p: float = 0.0
 
+    def greedy(self) -> SamplingParams:
+        """One answer, at every token the likeliest; limits and stops as here."""
+        return msgspec.structs.replace(self, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an EOS id, a stop id or a stop string
@@ -112,7 +120,8 @@ class Rollout(msgspec.Struct):
     `response_ids` holds every sampled token, the EOS and the token that completed a stop string
     included; `text` is decoded once and cut at the stop. `logprobs` belong to the *sampling*
     distribution (temperature and truncation included), 0.0 on tokens the policy did not sample.
-    `loss_mask` is 1 on the policy's own tokens, 0 on tool or environment tokens.
+    `loss_mask` is 1 on the policy's own tokens, 0 on tool or environment tokens. `greedy` marks the answer that the
+    samples of its group are compared with (ReMax): scored and journaled with them, never trained on, last in its group.
     """
 
     group_id: GroupId
@@ -127,6 +136,7 @@ class Rollout(msgspec.Struct):
     turns: int = 1
     timing: dict[str, float] = {}
     failure: Failure | None = None
+    greedy: bool = False
 
     @property
     def min_version(self) -> int | None:
@@ -167,6 +177,16 @@ class Group(msgspec.Struct):
     admit_index: int = -1  # position in admission order; the buffer sets it
 
     @property
+    def samples(self) -> list[Rollout]:
+        """The rollouts that are trained on: all but a greedy answer."""
+        return [r for r in self.rollouts if not r.greedy]
+
+    @property
+    def sample_scores(self) -> list[Score]:
+        greedy = {i for i, r in enumerate(self.rollouts) if r.greedy}
+        return [s for i, s in enumerate(self.scores) if i not in greedy]
+
+    @property
     def min_version(self) -> int | None:
         """Oldest weight version in the group: what its staleness is counted from."""
         versions = [v for r in self.rollouts if (v := r.min_version) is not None]
@@ -178,7 +198,8 @@ class Experience(msgspec.Struct):
 
     `reward` None: unscored, excluded from advantage and loss. `advantage` is the sequence's (mean
     over its loss tokens), `advantages` the per-token one that is trained on. `weight_version` is the
-    oldest version among the tokens; `weight_versions` the whole run-length code.
+    oldest version among the tokens; `weight_versions` the whole run-length code. `baseline` is the reward of the
+    group's greedy answer, where the advantage asks for one.
     """
 
     group_id: GroupId
@@ -193,8 +214,10 @@ class Experience(msgspec.Struct):
     advantage: float = 0.0
     advantages: list[float] | None = None
     truncated: bool = False  # the response was cut by max_tokens or the context
+    baseline: float | None = None
     proximal_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
+    full_kl: list[float] | None = None  # per token, of the whole distributions
     values: list[float] | None = None
     bootstrap_value: float = 0.0  # the critic's value after the last token of a truncated response
     returns: list[float] | None = None  # per token, what the critic is trained towards
@@ -208,6 +231,7 @@ class ExperienceBatch(msgspec.Struct):
     version: int  # the weight version that will be updated
     experiences: list[Experience]
     metrics: dict[str, float] = {}
+    kl_coef: float | None = None  # where an adaptive KL coefficient stands; None: it is fixed
 
 
 class WeightRef(msgspec.Struct, frozen=True):

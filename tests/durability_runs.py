@@ -3,7 +3,8 @@
 Started by `test_durability.py`; reads one JSON request a line, answers with the child's exit code. The heavy
 imports are paid once. A request: {"folder", "messages", "config", "at": [function, call, "before" | "after"] | null,
 "act": what then happens}. `kill` is SIGKILL to itself, so that nothing is flushed, closed or told; `interrupt` is
-Ctrl-C, `interrupt twice` two of them, `fill disk` a file that takes all room left beside the run.
+Ctrl-C, `terminate` SIGTERM, `interrupt twice` two Ctrl-C in the middle of a computation that takes a minute more,
+`fill disk` a file that takes all room left beside the run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,46 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+class Runs:
+    """The process that starts runs in children; `codes` are exit codes, -9 for SIGKILL."""
+
+    def __init__(self, messages: Path) -> None:
+        self._messages = messages
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.durability_runs"],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(
+        self, folder: Path, config: dict[str, Any], at: tuple[str, int, str] | None = None, act: str = "kill"
+    ) -> int:
+        request = {"folder": str(folder), "messages": str(self._messages), "config": config, "at": at, "act": act}
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def said(self) -> str:
+        """Every message of the run before."""
+        return self._messages.read_text()
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
 
 def low_digits(completions: list[str], **columns: Any) -> list[float]:
@@ -61,9 +96,15 @@ def interrupt() -> None:
     threading.Event().wait(0.05)  # the main thread notices between two instructions of its own
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(0.05)
+
+
 def interrupt_twice() -> None:
     interrupt()
     interrupt()
+    time.sleep(60)
 
 
 def fill_disk(folder: Path) -> None:
@@ -82,6 +123,7 @@ def child(request: dict[str, Any]) -> int:
     acts: dict[str, Callable[[], None]] = {
         "kill": kill,
         "interrupt": interrupt,
+        "terminate": terminate,
         "interrupt twice": interrupt_twice,
         "fill disk": functools.partial(fill_disk, Path(request["folder"]).parent),
     }
@@ -90,19 +132,29 @@ def child(request: dict[str, Any]) -> int:
         armed(target, call, when, acts[request["act"]])
     messages: list[str] = []
 
+    def tell() -> None:
+        Path(request["messages"]).write_text("\n".join(messages))
+
     def note(kind: str, payload: Any) -> None:
         if kind == "message":
             messages.append(payload["text"])
 
     try:
-        quintet.train(request["config"], reward=low_digits, out=request["folder"], on_event=note, handle_signals=True)
+        quintet.train(
+            request["config"],
+            reward=low_digits,
+            out=request["folder"],
+            on_event=note,
+            handle_signals=True,
+            on_abort=tell,
+        )
     except KeyboardInterrupt:
         return 130
     except QuintetError as error:
         messages.append(str(error))
         return 2
     finally:
-        Path(request["messages"]).write_text("\n".join(messages))
+        tell()
     return 0
 
 

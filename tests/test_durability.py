@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import json
 import math
+import random
 import shutil
 import sqlite3
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,16 @@ from quintet.cluster.folder import RunFolder
 from quintet.cluster.replay import replay
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
-from tests.durability_runs import low_digits
+from tests.durability_runs import Runs, low_digits
+from tests.small_recipe import TINY_MODEL
 
-ROOT = Path(__file__).parents[1]
 STEPS, GROUPS, SAMPLES = 12, 4, 4
 
 CONFIG: dict[str, Any] = {
     "name": "durable",
     "steps": STEPS,
     "seed": 3,
-    "model": {
-        "name": "builtin:tiny",
-        "tiny": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "max_position": 32,
-        },
-    },
+    "model": TINY_MODEL,
     "data": {"source": "task:sums", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 8},
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"groups_per_step": GROUPS, "group_size": SAMPLES, "max_tokens": 3, "numerics": "reproducible"},
@@ -84,38 +75,6 @@ MOMENTS: list[tuple[str, str, int, str]] = [
 ]
 QUICK = ("generation later on", "after ASSIGNED", "between optimizer steps", "checkpoint half written", "final export")
 ETA_2 = MOMENTS[2:18:2] + MOMENTS[19:21]
-
-
-class Runs:
-    """The process that starts runs in children; `codes` are exit codes, -9 for SIGKILL."""
-
-    def __init__(self, messages: Path) -> None:
-        self._messages = messages
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.durability_runs"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(
-        self, folder: Path, config: dict[str, Any], at: tuple[str, int, str] | None = None, act: str = "kill"
-    ) -> int:
-        request = {"folder": str(folder), "messages": str(self._messages), "config": config, "at": at, "act": act}
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
-
-    def said(self) -> str:
-        """Every message of the run before."""
-        return self._messages.read_text()
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -322,15 +281,54 @@ def test_a_run_whose_disk_fills_says_so_and_goes_on_when_there_is_room(
 # -- stopping, going on, forking -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("act", "steps"), [("interrupt", 5), ("interrupt twice", 3)])
-def test_ctrl_c_stops_after_the_step_or_at_once_and_the_run_goes_on(
-    runs: Runs, straight: Path, tmp_path: Path, act: str, steps: int
+GRADE = "quintet.reward.service:LocalRewardService._grade"
+# (what is going on, the signal, when it comes, the newest checkpoint afterwards): it is of the step before while no
+# weight has changed, else of the step itself
+STOPS: list[tuple[str, str, tuple[str, int, str], int]] = [
+    ("generation", "interrupt", ("quintet.rollout.engine.engine:Engine.step", 20, "before"), 4),
+    ("the first mini-batch", "interrupt", ("torch:Tensor.backward", 12, "before"), 4),
+    ("a checkpoint being written", "terminate", ("quintet.train.checkpoint:_save_tensors", 4, "after"), 6),
+    ("evaluation before the first step", "interrupt", (GRADE, 15, "before"), 0),
+    ("scoring", "terminate", (GRADE, 30, "before"), 3),
+    ("a batch being assigned", "interrupt", ("quintet.buffer.journal:SqliteJournal.assign", 5, "after"), 4),
+    ("the second mini-batch", "terminate", ("torch:Tensor.backward", 13, "before"), 5),
+    ("an optimizer step", "interrupt", ("quintet.train.optimizer:Optimizer.step", 12, "before"), 5),
+]
+STOP_CASES = [pytest.param(*stop, id=stop[0], marks=[pytest.mark.heavy] * (n > 2)) for n, stop in enumerate(STOPS)]
+
+
+@pytest.mark.parametrize(("what", "act", "at", "steps"), STOP_CASES)
+def test_the_first_signal_ends_the_run_with_a_checkpoint_and_a_report(
+    runs: Runs, straight: Path, tmp_path: Path, what: str, act: str, at: tuple[str, int, str], steps: int
 ) -> None:
     folder = tmp_path / "run"
-    assert runs(folder, with_eta(0), ("quintet.train.optimizer:Optimizer.step", 12, "before"), act) == 130
+    assert runs(folder, with_eta(0), at, act) == 130
     assert "press Ctrl-C again to stop at once" in runs.said()
     assert max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")) == steps
-    assert runs(folder, with_eta(0)) == 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == steps
+    assert f"not finished: {steps} of {STEPS} steps" in (folder / "report.html").read_text()
+    assert runs(folder, with_eta(0)) == 0, runs.said()
+    check_accounting(folder)
+    assert final_digest(folder) == final_digest(straight)
+    assert history(folder) == history(straight)
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("torch:Tensor.backward", 13),
+        pytest.param("quintet.rollout.engine.engine:Engine.step", 20, marks=pytest.mark.heavy),
+        pytest.param("quintet.train.checkpoint:_save_tensors", 4, marks=pytest.mark.heavy),
+    ],
+)
+def test_a_second_ctrl_c_ends_the_process_at_once_and_loses_nothing(
+    runs: Runs, straight: Path, tmp_path: Path, function: str, call: int
+) -> None:
+    folder = tmp_path / "run"
+    began = time.monotonic()
+    assert runs(folder, with_eta(0), (function, call, "before"), "interrupt twice") == 130
+    assert time.monotonic() - began < 30, "it waited for what was being computed"
+    assert runs(folder, with_eta(0)) == 0, runs.said()
     check_accounting(folder)
     assert final_digest(folder) == final_digest(straight)
 
@@ -416,12 +414,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_replay_of_any_step_gives_the_recorded_digest(runs: Runs, tmp_path: Path, one_thread: None, eta: int) -> None:
+def test_replay_of_five_random_steps_gives_the_recorded_digest(
+    runs: Runs, tmp_path: Path, one_thread: None, eta: int
+) -> None:
     folder = tmp_path / "run"
     assert runs(folder, with_eta(eta)) == 0
-    for step in (0, 1, 5, 9, 11, 12):
+    seed = random.randrange(10**6)
+    chosen = random.Random(seed).sample(range(1, STEPS), 5)
+    for step in (0, *chosen, STEPS):
         found = asyncio.run(replay(RunFolder(folder), step))
-        assert found.equal and found.digest == found.recorded, step
+        assert found.equal and found.digest == found.recorded, f"step {step} of {chosen} (seed {seed})"
         assert found.from_step == (step // 3 * 3 if step >= 9 else 0)  # the two newest checkpoints are kept
     with pytest.raises(QuintetError, match="no step 13"):
         asyncio.run(replay(RunFolder(folder), 13))

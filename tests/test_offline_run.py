@@ -8,17 +8,20 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import quintet
 from quintet.config import load_config
 from quintet.observe.metrics import read_metrics
+from quintet.train.offline import OfflineTrainer
 from quintet.types import QuintetError
+from tests.small_recipe import TINY_MODEL
 
-TINY = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "max_position": 32}
+TINY = TINY_MODEL["tiny"]
 PAIRS: dict[str, Any] = {
     "name": "pairs",
     "steps": 4,
-    "model": {"name": "builtin:tiny", "tiny": TINY},
+    "model": TINY_MODEL,
     "data": {"source": "task:sums_pairs", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20},
     "offline": {"batch_size": 8},
     "train": {"lr": 1e-3},
@@ -72,6 +75,46 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
     assert quintet.train(config, out=tmp_path / "cut").summary == resumed.summary
 
 
+@pytest.mark.parametrize("preset", ["reward_model", "sft"])
+def test_the_best_evaluation_is_kept_beside_the_newest(
+    tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs: the highest accuracy; without pairs the lowest loss. Evaluations after steps 0, 1, 2 and at the end."""
+    worths = iter([0.1, 0.9, 0.5, 0.2])
+    real = OfflineTrainer.evaluate
+
+    def evaluate(self: OfflineTrainer, rows: Any) -> dict[str, float]:
+        worth = next(worths)
+        return real(self, rows) | ({"eval/pair_accuracy": worth} if preset == "reward_model" else {"eval/loss": -worth})
+
+    monkeypatch.setattr(OfflineTrainer, "evaluate", evaluate)
+    config = recipe(preset, steps=3, eval={"every": 1}, checkpoint={"keep_best": True, "keep_last": 1})
+    root = quintet.train(config, out=tmp_path / "run").folder / "checkpoints"
+    assert sorted(p.name for p in root.glob("step-*")) == ["step-1", "step-3"]
+    assert json.loads((root / "best.json").read_text()) == {"step": 1, "accuracy": 0.9}
+
+
+def test_a_reward_model_trains_adapters_and_is_exported_merged(tmp_path: Path) -> None:
+    config = recipe("reward_model", steps=6, model={"lora": {"r": 2}}, train={"lr": 0.03}, checkpoint={"every": 3})
+
+    def cut(kind: str, payload: Any) -> None:
+        if kind == "step" and payload.step == 4:
+            raise RuntimeError("the power went off")
+
+    whole = quintet.train(config, out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="power"):
+        quintet.train(config, out=tmp_path / "cut", on_event=cut)
+    resumed = quintet.train(config, out=tmp_path / "cut")
+    assert (resumed.folder / "final/model.safetensors").read_bytes() == (
+        whole.folder / "final/model.safetensors"
+    ).read_bytes()
+    saved = load_file(whole.folder / "checkpoints/step-6/model.safetensors")
+    assert {"head.weight"} < saved.keys() and all("lora_" in name for name in saved.keys() - {"head.weight"})
+    names = load_file(whole.folder / "final/model.safetensors").keys()
+    assert "score.weight" in names and not any("lora" in name for name in names)
+    assert whole.summary["eval/loss_after"] != whole.summary["eval/loss_before"]
+
+
 def test_files_with_the_usual_columns_are_trained_on(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -89,7 +132,7 @@ def test_files_with_the_usual_columns_are_trained_on(tmp_path: Path) -> None:
         (recipe("dpo", data={"answers": {"margin": "gap"}}), r"data\.answers\.margin has no effect"),
         (recipe("grpo"), "offline has no effect"),
         (recipe("dpo", algorithm={"preset": "dpo", "kl": "k3"}), r"algorithm\.kl has no effect"),
-        (recipe("reward_model", model={"lora": {"r": 2}}), r"model\.lora has no effect"),
+        (recipe("dpo", offline={"train_on": "all"}), r"offline\.train_on all has no effect"),
         (recipe("reward_modle"), "did you mean reward_model"),
     ],
 )

@@ -14,34 +14,7 @@ import pytest
 import quintet
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
-
-SMALL: dict[str, Any] = {
-    "name": "small",
-    "steps": 3,
-    "model": {
-        "name": "builtin:tiny",
-        "tiny": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "layers": 2,
-            "heads": 2,
-            "kv_heads": 1,
-            "max_position": 32,
-        },
-    },
-    "data": {"source": "task:sums", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 20},
-    "rollout": {"groups_per_step": 4, "group_size": 4, "max_tokens": 3},
-    "reward": {"functions": [{"fn": "exact"}]},
-    "train": {"lr": 1e-3},
-}
-
-
-def small(**sections: Any) -> dict[str, Any]:
-    """SMALL with sections laid over it, one level deep."""
-    out = dict(SMALL)
-    for name, value in sections.items():
-        out[name] = {**out.get(name, {}), **value} if isinstance(value, dict) else value
-    return out
+from tests.small_recipe import SMALL, small
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ class AdvantageInput:
     parts: list[dict[str, float | None]]
     values_NT: Tensor | None = None  # the critic's, where the row has one; 0 on masked tokens
     bootstrap_N: Tensor | None = None  # the critic's value after the last token of a truncated response, else 0
+    greedy_rewards_N: Tensor | None = None  # of the group's greedy answer, where the row asks for one
 
 
 Estimator = Callable[..., Tensor]
@@ -49,6 +50,7 @@ def compute_advantages(algorithm: Algorithm, batch: ExperienceBatch) -> Experien
     A custom estimator is `fn(x: AdvantageInput, **params) -> Tensor` of shape [N] (given to every loss token) or
     [N, T]. Raises `QuintetError` when that shape is wrong or `train.old` does not give what the row needs.
     """
+    algorithm = algorithm.with_kl_coef(batch.kl_coef)
     scored = [e for e in batch.experiences if e.reward is not None]
     metrics = batch.metrics | {"reward/zero_std_frac": _zero_std_frac(batch.experiences)}
     filled: list[Experience] = []
@@ -82,11 +84,15 @@ def _pad(rows: list[list[float]] | list[list[int]], width: int) -> Tensor:
     return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64)
 
 
+def _double(values: list[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def _input(algorithm: Algorithm, scored: list[Experience]) -> tuple[AdvantageInput, Tensor | None]:
     groups = {g: i for i, g in enumerate(dict.fromkeys(e.group_id for e in scored))}
     width = max(1, max(len(e.response_ids) for e in scored))
     mask_NT = _pad([e.loss_mask for e in scored], width)
-    rewards_N = torch.tensor([e.reward for e in scored], dtype=torch.float64)
+    rewards_N = _double([e.reward for e in scored])
     if not rewards_N.isfinite().all():
         raise ValueError("a reward is not finite: the reward service must turn it into a failure")
     token_rewards_NT = at_last_token(rewards_N, mask_NT)
@@ -98,6 +104,8 @@ def _input(algorithm: Algorithm, scored: list[Experience]) -> tuple[AdvantageInp
     has_values = algorithm.needs_values
     if has_values and any(e.values is None for e in scored):
         raise ValueError("this advantage needs values: TrainWorker.prepare must fill them")
+    if algorithm.needs_greedy and any(e.baseline is None for e in scored):
+        raise ValueError("this advantage needs the reward of a greedy answer: the controller must fill `baseline`")
     x = AdvantageInput(
         rewards_N=rewards_N,
         group_N=torch.tensor([groups[e.group_id] for e in scored]),
@@ -105,7 +113,8 @@ def _input(algorithm: Algorithm, scored: list[Experience]) -> tuple[AdvantageInp
         token_rewards_NT=token_rewards_NT,
         parts=[e.metadata.get("parts", {}) for e in scored],
         values_NT=_pad([e.values or [] for e in scored], width) if has_values else None,
-        bootstrap_N=torch.tensor([e.bootstrap_value for e in scored], dtype=torch.float64) if has_values else None,
+        bootstrap_N=_double([e.bootstrap_value for e in scored]) if has_values else None,
+        greedy_rewards_N=_double([e.baseline for e in scored]) if algorithm.needs_greedy else None,
     )
     return x, kl_NT
 
@@ -120,7 +129,12 @@ def at_last_token(rewards_N: Tensor, mask_NT: Tensor) -> Tensor:
 
 
 def _kl_in_reward(kl: Cell, scored: list[Experience], mask_NT: Tensor) -> Tensor:
-    """Per-token estimate between the policy that is updated (proximal, else the sampler) and the reference, [N, T]."""
+    """Per-token estimate between the policy that is updated (proximal, else the sampler) and the reference, [N, T];
+    of `full` the exact divergence of the policy as it is."""
+    if kl.name == "full":
+        if any(e.full_kl is None and any(e.loss_mask) for e in scored):
+            raise ValueError("kl full with placement reward needs full_kl: TrainWorker.prepare must fill it")
+        return _pad([e.full_kl or [] for e in scored], mask_NT.shape[1]) * mask_NT
     if any(e.ref_logprobs is None and any(e.loss_mask) for e in scored):
         raise ValueError("kl with placement reward needs ref_logprobs: TrainWorker.prepare must fill them")
     width = mask_NT.shape[1]
@@ -192,6 +206,11 @@ def _rloo(x: AdvantageInput, **params: Any) -> Tensor:
     return estimators.leave_one_out(x.rewards_N, x.group_N, **params)
 
 
+def _remax(x: AdvantageInput, *, gamma: float) -> Tensor:
+    assert x.greedy_rewards_N is not None, "the trait NEEDS_GREEDY fills them"
+    return estimators.remax(x.token_rewards_NT, x.greedy_rewards_N, x.mask_NT, gamma=gamma)
+
+
 def _opo(x: AdvantageInput, **params: Any) -> Tensor:
     return estimators.length_weighted(x.rewards_N, x.group_N, x.mask_NT.sum(dim=1), **params)
 
@@ -257,6 +276,7 @@ def _gae_and_targets(x: AdvantageInput, *, gamma: float, lam: float, bootstrap: 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": _grpo,
     "rloo": _rloo,
+    "remax": _remax,
     "opo": _opo,
     "gpg": _gpg,
     "pass_at_k": _pass_at_k,

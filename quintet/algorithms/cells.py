@@ -20,6 +20,7 @@ class Trait(StrEnum):
     OWN_WEIGHTS = "own_weights"  # weighs against the sampler itself: a correction would count twice
     NEEDS_PROXIMAL = "needs_proximal"  # needs old log-probabilities of the whole batch before the update
     NEEDS_VALUES = "needs_values"  # needs a critic's value of every token, and trains the critic
+    NEEDS_GREEDY = "needs_greedy"  # needs the reward of a greedy answer to each prompt, sampled beside the group
     NEEDS_REF = "needs_ref"  # offline: compares with a frozen reference policy
     NEEDS_PAIRS = "needs_pairs"  # offline: a chosen and a rejected answer in every row
     TRAINS_REWARD = "trains_reward"  # offline: the result is a reward model, not a policy
@@ -96,6 +97,12 @@ ADVANTAGES: Mapping[str, CellSpec] = {
             "singleton": _SINGLETON,
         },
         _GROUP,
+    ),
+    "remax": CellSpec(
+        "discounted reward to go minus the reward of the greedy answer to the same prompt (one more rollout a group)",
+        "arXiv:2310.10505",
+        {"gamma": _GAMMA},
+        frozenset({Trait.NEEDS_GREEDY}),
     ),
     "opo": CellSpec(
         "r minus the length-weighted mean reward of the group",
@@ -268,13 +275,25 @@ AGGREGATIONS: Mapping[str, CellSpec] = {
     "token-sum": CellSpec("plain sum: the gradient grows with the batch"),
 }
 
+
+def _kl_params(placement: str) -> dict[str, Param]:
+    """What every KL cell has."""
+    return {
+        "coef": Param(0.001, float, "weight of the penalty; 0 in the loss only measures kl/ref", low=0.0),
+        "placement": Param(placement, str, "a term of the loss, or taken off the reward", ("loss", "reward")),
+        "target": Param(
+            None, float, "adaptive: coef follows the measured KL a token (kl/ref, kl/in_reward) to this", low=1e-9
+        ),
+        "horizon": Param(10_000, int, "samples over which coef grows or shrinks by a fifth at most (target)", low=1),
+    }
+
+
 KLS: Mapping[str, CellSpec] = {
     name: CellSpec(
         doc,
-        "joschu.net/blog/kl-approx",
+        "joschu.net/blog/kl-approx; adaptive coefficient arXiv:1909.08593",
         {
-            "coef": Param(0.001, float, "weight of the penalty; 0 in the loss only measures kl/ref", low=0.0),
-            "placement": Param(placement, str, "a term of the loss, or taken off the reward", ("loss", "reward")),
+            **_kl_params(placement),
             "gradient": Param(
                 "own",
                 str,
@@ -297,6 +316,16 @@ KLS: Mapping[str, CellSpec] = {
         ("k2", "(log pi - log ref)^2 / 2; on-policy its gradient is that of KL(pi || ref)", "loss"),
         ("k3", "ref/pi - 1 - log(ref/pi), never negative; on-policy its gradient is that of KL(ref || pi)", "loss"),
         ("abs", "|log pi - log ref|", "loss"),
+    )
+} | {
+    "full": CellSpec(
+        "the exact KL of the two next-token distributions over the whole vocabulary; in the loss its gradient is exact "
+        "too, and the reference is run beside every forward of the policy",
+        "arXiv:2306.13649; adaptive coefficient arXiv:1909.08593",
+        {
+            **_kl_params("loss"),
+            "direction": Param("reverse", str, "reverse KL(pi || ref), forward KL(ref || pi)", ("reverse", "forward")),
+        },
     )
 }
 

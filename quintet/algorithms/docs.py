@@ -72,6 +72,26 @@ and padding are never read. `bootstrap: true` in the `gae` cell adds gamma V aft
 cut off; the default takes its reward as final.
 """
 
+MORE = """\
+## The greedy answer of remax
+
+Each group has one rollout more, at temperature 0. It is generated beside the samples, scored and journaled with them
+(`greedy` in its record, last in its group), shaped by the same filters, and never trained on. A group whose greedy
+answer failed is tried again; one whose greedy answer could not be scored is left out. `reward/greedy_mean` is its mean
+reward.
+
+## An adaptive KL coefficient
+
+`target` in a `kl` cell lets `coef` follow the KL that is measured (`kl/ref` in the loss, `kl/in_reward` in the reward,
+nats a token), after every step:
+
+    coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) samples / horizon)
+
+`kl/coef` is where it stands; checkpoints keep it, and a resumed or replayed run has the same. Without `target` it is
+fixed.
+
+"""
+
 CUSTOM = """\
 ## Your own
 
@@ -111,8 +131,7 @@ MY_ROW = Row("what it is", "its paper", Cell("my_package.my_module:best_minus_me
 
 ## Functions without a row yet
 
-In `quintet.algorithms.estimators`: `remax` (needs a greedy answer). In `kl`: `full_kl`. In `logprobs`:
-log-probabilities, entropy and kept sets under temperature, top-k, top-p and min-p.
+In `quintet.algorithms.logprobs`: log-probabilities, entropy and kept sets under temperature, top-k, top-p and min-p.
 """
 
 ONLINE_COLUMNS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "filters")
@@ -129,7 +148,7 @@ def render() -> str:
         OFFLINE + _markdown(offline, ("paper", "objective")),
         *(columns[name] for name in COLUMNS),
         CRITIC,
-        CUSTOM,
+        MORE + CUSTOM,
     ]
     return "\n".join(parts)
 

@@ -159,9 +159,9 @@ def returns_to_go(token_rewards_NT: Tensor, mask_NT: Tensor, *, gamma: float = 1
     return out
 
 
-def remax(token_rewards_NT: Tensor, greedy_rewards_N: Tensor, mask_NT: Tensor) -> Tensor:
+def remax(token_rewards_NT: Tensor, greedy_rewards_N: Tensor, mask_NT: Tensor, *, gamma: float = 1.0) -> Tensor:
     """ReMax (arXiv:2310.10505): reward to go minus the reward of the greedy answer, [N, T]."""
-    return (returns_to_go(token_rewards_NT, mask_NT) - greedy_rewards_N[:, None]) * mask_NT
+    return (returns_to_go(token_rewards_NT, mask_NT, gamma=gamma) - greedy_rewards_N[:, None]) * mask_NT
 
 
 def gae(

@@ -12,7 +12,7 @@ from quintet.types import Experience, Group, QuintetError
 
 def group_verdict(algorithm: Algorithm, group: Group) -> str | None:
     """Why the whole group should be replaced before training, or None. Unscored samples are left aside."""
-    rewards = [score.reward for score in group.scores if score.reward is not None]
+    rewards = [score.reward for score in group.sample_scores if score.reward is not None]
     dynamic, mean_range = algorithm.find_filter("dynamic_sampling"), algorithm.find_filter("mean_range")
     if (dynamic is not None or mean_range is not None) and not rewards:
         return "unscored"

@@ -50,6 +50,16 @@ def _estimate(name: str, h: Tensor) -> Tensor:
     raise ValueError(f"unknown KL estimator {name!r}")
 
 
+def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, samples: int) -> float:
+    """The coefficient after a batch of `samples` whose mean KL was `kl` nats (Ziegler et al., arXiv:1909.08593, 2.2).
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon). There KL is a sequence's sum; here it is a token's
+    mean, so that `target` is read off the metric that is logged.
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return max(coef * (1.0 + error * samples / horizon), 0.0)
+
+
 def full_kl(logits_V: Tensor, ref_logits_V: Tensor, direction: str = "reverse") -> Tensor:
     """Exact KL over the vocabulary (last dimension): reverse is KL(pi || ref), forward KL(ref || pi)."""
     logp, ref = logits_V.log_softmax(-1), ref_logits_V.log_softmax(-1)

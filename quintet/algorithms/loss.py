@@ -29,7 +29,8 @@ class TokenBatch:
     `logprobs` carries the gradient. `old_logprobs` None means `old: self`: the current policy, detached.
     `sampler_logprobs` may be NaN where the engine gave none: such a token is taken to come from the old policy and has
     importance weight 1. `versions_match` (1.0 where a token was sampled with the weights that are being updated) is
-    for the train worker's mismatch metric; no loss reads it.
+    for the train worker's mismatch metric; no loss reads it. `full_kl` (with gradient) is the KL of the policy's and
+    the reference's whole distributions, for a row whose KL cell is `full`.
     """
 
     logprobs: Tensor
@@ -41,6 +42,7 @@ class TokenBatch:
     entropy: Tensor | None = None
     versions_match: Tensor | None = None
     rewards: Tensor | None = None
+    full_kl: Tensor | None = None
 
 
 def policy_objective(algorithm: Algorithm, batch: TokenBatch, counts: Counts) -> tuple[Tensor, Stats]:
@@ -68,13 +70,11 @@ def token_losses(algorithm: Algorithm, batch: TokenBatch) -> tuple[Tensor, Stats
         weights_BT = correction_weights(algorithm.correction.name, dict(algorithm.correction.params), x).detach()
         loss_BT = loss_BT * weights_BT
         stats |= _correction_stats(weights_BT, x.mask_BT)
-    if algorithm.kl is not None and batch.ref_logprobs is not None:
-        kl_BT = _kl_term(algorithm.kl, x, batch.ref_logprobs)
+    if algorithm.kl is not None and (algorithm.kl_in_loss or not algorithm.needs_full_kl):
+        kl_BT = _kl_term(algorithm.kl, x, batch)
         stats["kl/ref"] = _mean(kl_BT, x.mask_BT)
-        if algorithm.kl.params["placement"] == "loss" and algorithm.kl.params["coef"] > 0:
+        if algorithm.kl_in_loss and algorithm.kl.params["coef"] > 0:
             loss_BT = loss_BT + algorithm.kl.params["coef"] * kl_BT
-    elif algorithm.kl is not None:
-        raise ValueError("the row has a KL term: TokenBatch.ref_logprobs must be given")
     if x.entropy_BT is not None:
         stats["actor/entropy"] = _mean(x.entropy_BT, x.mask_BT)
     if algorithm.entropy_coef != 0.0:
@@ -116,11 +116,17 @@ def _policy_terms(cell: Cell, x: LossInput) -> LossTerms:
     return LossTerms(torch.where(x.mask_BT > 0, terms.loss_BT, 0.0), terms.indicators)
 
 
-def _kl_term(kl: Cell, x: LossInput, ref_BT: Tensor) -> Tensor:
+def _kl_term(kl: Cell, x: LossInput, batch: TokenBatch) -> Tensor:
+    needed = batch.full_kl if kl.name == "full" else batch.ref_logprobs
+    if needed is None:
+        name = "full_kl" if kl.name == "full" else "ref_logprobs"
+        raise ValueError(f"the row has a KL term: TokenBatch.{name} must be given")
+    if kl.name == "full":
+        return torch.where(x.mask_BT > 0, needed, 0.0)
     return kl_estimate(
         kl.name,
         x.logprobs_BT,
-        torch.where(x.mask_BT > 0, ref_BT, 0.0),
+        torch.where(x.mask_BT > 0, needed, 0.0),
         bound=kl.params["bound"],
         clamp=kl.params["clamp"],
         gradient=kl.params["gradient"],

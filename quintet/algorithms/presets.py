@@ -1,7 +1,6 @@
 """The table of presets and how a recipe's overrides are laid over a row. Torch-free.
 
-A row is advantage x policy loss x aggregation x KL x correction x filters. A row that needs what no module
-provides yet (ReMax's greedy answer) is left out; its function exists in `estimators.py`.
+A row is advantage x policy loss x aggregation x KL x correction x filters.
 """
 
 from __future__ import annotations
@@ -76,6 +75,21 @@ class Algorithm:
         return self.kl is not None
 
     @property
+    def needs_full_kl(self) -> bool:
+        """The KL is that of whole distributions: `TokenBatch.full_kl`, or in the reward `Experience.full_kl`."""
+        return self.kl is not None and self.kl.name == "full"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl is not None and self.kl.params["placement"] == "loss"
+
+    def with_kl_coef(self, coef: float | None) -> Algorithm:
+        """The row at a coefficient that an adaptive KL has reached; None: as it is."""
+        if coef is None or self.kl is None:
+            return self
+        return replace(self, kl=Cell(self.kl.name, {**self.kl.params, "coef": coef}))
+
+    @property
     def group_relative(self) -> bool:
         """A group of one would teach nothing. A user's own estimator is taken not to be."""
         return Trait.GROUP_RELATIVE in _traits("advantage", self.advantage)
@@ -91,9 +105,25 @@ class Algorithm:
         return Trait.NEEDS_PROXIMAL in _traits("correction", self.correction)
 
     @property
+    def skips_zero_advantage(self) -> bool:
+        """A sample whose advantages are all 0 adds nothing to the gradient, and changes no other sample's: every policy
+        loss is proportional to the advantage, and no other term acts. A user's own loss is taken not to be."""
+        kl_in_loss = self.kl is not None and self.kl.params["placement"] == "loss" and self.kl.params["coef"] > 0
+        return not (kl_in_loss or self.needs_entropy or self.policy_loss.custom)
+
+    @property
     def needs_values(self) -> bool:
         """A critic is trained beside the policy, and its values are there before the advantages."""
         return Trait.NEEDS_VALUES in _traits("advantage", self.advantage)
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Each group has a greedy answer beside its samples, whose reward is their baseline."""
+        return Trait.NEEDS_GREEDY in _traits("advantage", self.advantage)
+
+    def rollouts_per_group(self, group_size: int) -> int:
+        """What is generated, scored and journaled for each prompt drawing."""
+        return group_size + self.needs_greedy
 
     @property
     def needs_bootstrap(self) -> bool:
@@ -128,6 +158,13 @@ PRESETS: Mapping[str, Row] = {
         "REINFORCE with a leave-one-out baseline, one update per batch",
         "arXiv:2402.14740",
         Cell("rloo"),
+        Cell("reinforce"),
+        _SEQ_SUM,
+    ),
+    "remax": Row(
+        "REINFORCE with the reward of the greedy answer as baseline (one sample per prompt is enough)",
+        "arXiv:2310.10505",
+        Cell("remax"),
         Cell("reinforce"),
         _SEQ_SUM,
     ),
@@ -447,6 +484,10 @@ def _check_combination(algorithm: Algorithm) -> None:
 
 def _check_kl(kl: Cell) -> None:
     in_loss = kl.params["placement"] == "loss"
+    if kl.params["target"] is not None and kl.params["coef"] == 0.0:
+        raise QuintetError("algorithm.kl: target multiplies coef, which is 0: it stays 0. Set coef above 0")
+    if kl.params["target"] is None and kl.params["horizon"] != COLUMNS["kl"][kl.name].params["horizon"].default:
+        raise QuintetError("algorithm.kl: horizon has no effect without a target. Remove it, or set target")
     if in_loss and kl.name == "k1" and kl.params["gradient"] == "own" and not kl.params["importance_weight"]:
         raise QuintetError(
             "algorithm.kl: k1 in the loss has no restoring gradient (it averages to 0 whatever the reference says)\n"

@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -22,6 +22,10 @@ SCHEMA_VERSION = 2
 
 class DamagedRow(Exception):
     """The bytes of a row are not those that were written, or the row is gone."""
+
+
+class DamagedJournal(QuintetError):
+    """The file is not one that SQLite can read, or not one with a journal's tables."""
 
 
 class JournalReader:
@@ -35,17 +39,23 @@ class JournalReader:
     def open(cls, path: Path) -> JournalReader:
         """A journal that another process may be writing to; nothing in its folder is changed.
 
-        Raises QuintetError when there is none, or it is of another schema version.
+        Raises QuintetError when there is none, or it is damaged or of another schema version.
         """
         if not path.exists():
             raise QuintetError(f"{path}: there is no journal; the run has not begun, or the folder is no run folder")
         # a log beside the file (a run that goes on, or was killed) must be read too; without one, no lock is needed
         mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
         reader = cls(sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True), path)
-        reader.check_schema()
+        try:
+            reader.check_schema()
+        except sqlite3.DatabaseError as error:
+            reader.close()
+            raise DamagedJournal(
+                f"{path}: this is no journal, or a damaged one ({error}). Resuming a run mends its damaged journal."
+            ) from None
         return reader
 
-    def __enter__(self) -> JournalReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -149,7 +149,7 @@ def _salvage(path: Path, table: str) -> Iterator[Row]:
             try:
                 row = db.execute(f"SELECT * FROM {table} WHERE rowid=?", (number,)).fetchone()
             except sqlite3.DatabaseError:
-                continue
+                continue  # this row lies on a damaged page: what is missing is counted by `_Cut`
             if row is not None:
                 yield row
 

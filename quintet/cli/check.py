@@ -23,7 +23,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def check(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None) -> None:
-    """Check a recipe without training: data, template, rewards, batches, memory, disk, and two samples.
+    """Check a recipe without training: data, template, rewards, batches, memory, disk, and two samples (of an offline
+    preset: its rows, batches, memory and disk).
 
     Exit code 0 when it can be trained, 2 when there is a problem.
     """
@@ -32,12 +33,13 @@ def check(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None)
 
     import asyncio
 
-    from quintet.cluster.check import Checker, Line, Verdict
+    from quintet.cluster.check import Line, Verdict
+    from quintet.cluster.check_offline import checker_of
 
     console = Console()
     title = f"recipe {config.name}: {config.algorithm.preset}, {config.steps} steps, seed {config.seed}"
     console.print(title, markup=False, highlight=False)
-    lines = asyncio.run(Checker(config, run_folder(config, out), lambda line: _print(console, line)).run())
+    lines = asyncio.run(checker_of(config, run_folder(config, out), lambda line: _print(console, line)).run())
     counts = Counter(line.verdict for line in lines)
     warnings = f", {counts[Verdict.WARNING]} to look at" if counts[Verdict.WARNING] else ""
     problems = [line for line in lines if line.verdict is Verdict.PROBLEM]

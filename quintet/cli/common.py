@@ -34,14 +34,19 @@ def examples(*commands: str) -> str:
 
 
 @contextlib.contextmanager
-def resumable(command: str, recipe: Path, overrides: list[str], folder: Path) -> Iterator[None]:
-    """Say how a stopped run is taken up again, then end: Ctrl-C with exit code 130, a failed run with its error."""
+def resumable(command: str, recipe: Path, overrides: list[str], folder: Path) -> Iterator[str]:
+    """Say how a stopped run is taken up again, then end: Ctrl-C with exit code 130, a failed run with its error.
+
+    Yields the words, for an end that does not come by here.
+    """
     words = ["quintet", command, str(recipe), *(w for text in overrides for w in ("--set", text)), "--out", str(folder)]
     advice = f"resume with: {shlex.join(words)}"
     try:
-        yield
+        yield advice
     except KeyboardInterrupt:
-        print(f"\nstopped; {advice}", file=sys.stderr)
+        report = folder / "report.html"
+        seen = f"report:     {report}\n" if report.exists() else ""
+        print(f"{seen}stopped; {advice}", file=sys.stderr)
         raise typer.Exit(130) from None
     except Exception as error:
         from quintet.controller.controller import RunFailed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -32,7 +33,12 @@ def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None,
     from quintet.observe.progress import open_view
 
     title = f"quintet · {config.name} · seed {config.seed}"
-    with resumable("train", recipe, overrides, folder), open_view(config.log, title=title) as view:
-        result = api.train(config, out=folder, on_event=view, handle_signals=True)
+    with resumable("train", recipe, overrides, folder) as advice, open_view(config.log, title=title) as view:
+
+        def leave() -> None:
+            view.__exit__(None, None, None)
+            os.write(2, f"\nstopped at once; {advice}\n".encode())  # past buffers that the main thread may hold
+
+        result = api.train(config, out=folder, on_event=view, handle_signals=True, on_abort=leave)
     if config.log.console != "quiet":
         typer.echo(f"run folder: {result.folder}\nreport:     {result.folder / 'report.html'}")

@@ -21,7 +21,6 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from quintet.algorithms.offline import is_offline
 from quintet.algorithms.presets import resolve
 from quintet.cluster.build import Base, load_policy, rollout_worker, sampling_params
 from quintet.cluster.estimate import (
@@ -70,48 +69,23 @@ class _Found:
     fits: bool = True  # weights and optimizer state fit into memory
 
 
-class Checker:
-    """One check of one recipe; `say` hears of every line as soon as it is known."""
+class Checks:
+    """What is looked at in every recipe; `say` hears of every line as soon as it is known."""
 
     def __init__(self, config: RunConfig, folder: Path, say: Callable[[Line], None]) -> None:
         self.config = config
         self.folder = folder
         self.lines: list[Line] = []
         self._say = say
-        if is_offline(config.algorithm):
-            raise QuintetError(
-                f"quintet check does not look at offline presets (algorithm.preset {config.algorithm.preset})\n"
-                "quintet train checks model, data and options before its first step"
-            )
-        self._algorithm = resolve(config.algorithm).bound_to(config.rollout.max_tokens)
         self._found = _Found()
 
     async def run(self) -> list[Line]:
         """All checks in order; the lines that were said."""
-        reward = LocalRewardService(self.config.reward)
-        try:
-            self._attempt("folder", self._folder)
-            if self._attempt("model", self._model) and self._attempt("data", self._data):
-                self._attempt("template", self._template)
-                self._attempt("batches", self._batches)
-                self._attempt("memory", self._memory)
-                if await self._attempt_async("reward", lambda: self._reward(reward)):
-                    await self._attempt_async("dry run", lambda: self._dry_run(reward))
-        finally:
-            reward.close()
-        return self.lines
+        raise NotImplementedError
 
     def _attempt(self, about: str, check: Callable[[], None]) -> bool:
         try:
             check()
-        except QuintetError as error:
-            self._tell(about, str(error), Verdict.PROBLEM)
-            return False
-        return True
-
-    async def _attempt_async(self, about: str, check: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        try:
-            await check()
         except QuintetError as error:
             self._tell(about, str(error), Verdict.PROBLEM)
             return False
@@ -134,10 +108,10 @@ class Checker:
             reason = error.strerror or str(error)
             self._tell("folder", f"{self.folder} cannot be written ({above}: {reason})", Verdict.PROBLEM)
             return
-        existing = RunFolder(self.folder).config
-        if not existing.exists():
+        existing = RunFolder(self.folder)
+        if not existing.holds_run():
             self._tell("folder", f"{self.folder} can be written")
-        elif changed := diff(load_config(existing), self.config):
+        elif changed := diff(load_config(existing.config), self.config):
             text = f"{self.folder} holds a run that differs in {', '.join(changed)}: choose another with --out"
             self._tell("folder", text, Verdict.WARNING if changed == ["steps"] else Verdict.PROBLEM)
         else:
@@ -158,6 +132,58 @@ class Checker:
     def _base(self) -> Base:
         assert self._found.base is not None, "checks that need the model run after it was found"
         return self._found.base
+
+    def _tell_memory(self, estimate: dict[str, int]) -> None:
+        base = self._base
+        total, fixed, there = sum(estimate.values()), fixed_bytes(estimate), available_memory(base.device)
+        self._found.fits = there is None or fixed <= there
+        verdict = Verdict.PROBLEM if not self._found.fits else Verdict.OK
+        if there is not None and fixed <= there < total:
+            verdict = Verdict.WARNING
+        parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.items() if count)
+        free = "" if there is None else f", {size(there)} available on {base.device}"
+        mend = ""
+        if verdict is not Verdict.OK:
+            mend = "\nlower train.micro_batch_tokens, rollout.max_running, or use model.lora"
+        formula = "weights, gradients and AdamW: 4 + 4 + 8 = 16 bytes a trained parameter"
+        self._tell("memory", f"about {size(total)}{free}: {parts}\n{formula}{mend}", verdict)
+
+    def _tell_disk(self, estimate: dict[str, int]) -> None:
+        above = next(p for p in [self.folder, *self.folder.absolute().parents] if p.exists())
+        total, free = sum(estimate.values()), free_disk(above)
+        parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.items() if count)
+        verdict = Verdict.OK if total <= free else Verdict.PROBLEM
+        self._tell("disk", f"at most {size(total)}, {size(free)} free: {parts}", verdict)
+
+
+class Checker(Checks):
+    """One check of a recipe that samples."""
+
+    def __init__(self, config: RunConfig, folder: Path, say: Callable[[Line], None]) -> None:
+        super().__init__(config, folder, say)
+        self._algorithm = resolve(config.algorithm).bound_to(config.rollout.max_tokens)
+
+    async def run(self) -> list[Line]:
+        reward = LocalRewardService(self.config.reward)
+        try:
+            self._attempt("folder", self._folder)
+            if self._attempt("model", self._model) and self._attempt("data", self._data):
+                self._attempt("template", self._template)
+                self._attempt("batches", self._batches)
+                self._attempt("memory", self._memory)
+                if await self._attempt_async("reward", lambda: self._reward(reward)):
+                    await self._attempt_async("dry run", lambda: self._dry_run(reward))
+        finally:
+            reward.close()
+        return self.lines
+
+    async def _attempt_async(self, about: str, check: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        try:
+            await check()
+        except QuintetError as error:
+            self._tell(about, str(error), Verdict.PROBLEM)
+            return False
+        return True
 
     def _data(self) -> None:
         config, base = self.config, self._base
@@ -188,7 +214,7 @@ class Checker:
         prompt = self._found.train[0]
         kind = "chat template" if PromptEncoder(tokenizer, config.model).uses_chat_template else "plain text"
         shown = str(tokenizer.hf.decode(prompt.token_ids, skip_special_tokens=False))
-        self._tell("template", f"{kind}; the first prompt, {len(prompt.token_ids)} ids:\n{_quote(shown)}")
+        self._tell("template", f"{kind}; the first prompt, {len(prompt.token_ids)} ids:\n{quote(shown)}")
         ends = ", ".join(f"{tokenizer.hf.convert_ids_to_tokens(i)!r} ({i})" for i in tokenizer.eos_ids)
         stops = "".join(f", {text!r}" for text in config.rollout.stop)
         self._tell("template", f"an answer ends with {ends}{stops}, or after {config.rollout.max_tokens} tokens")
@@ -227,27 +253,8 @@ class Checker:
             dtype=base.dtype,
             prompt_tokens=(fmean(lengths), max(lengths)),
         )
-        total, fixed, there = sum(estimate.values()), fixed_bytes(estimate), available_memory(base.device)
-        self._found.fits = there is None or fixed <= there
-        verdict = Verdict.PROBLEM if not self._found.fits else Verdict.OK
-        if there is not None and fixed <= there < total:
-            verdict = Verdict.WARNING
-        parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.items() if count)
-        free = "" if there is None else f", {size(there)} available on {base.device}"
-        mend = ""
-        if verdict is not Verdict.OK:
-            mend = "\nlower train.micro_batch_tokens, rollout.max_running, or use model.lora"
-        formula = "weights, gradients and AdamW: 4 + 4 + 8 = 16 bytes a trained parameter"
-        self._tell("memory", f"about {size(total)}{free}: {parts}\n{formula}{mend}", verdict)
-        self._disk(counts)
-
-    def _disk(self, counts: tuple[int, int]) -> None:
-        above = next(p for p in [self.folder, *self.folder.absolute().parents] if p.exists())
-        estimate, free = disk_estimate(self.config, self._algorithm, counts), free_disk(above)
-        total = sum(estimate.values())
-        parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.items() if count)
-        verdict = Verdict.OK if total <= free else Verdict.PROBLEM
-        self._tell("disk", f"at most {size(total)}, {size(free)} free: {parts}", verdict)
+        self._tell_memory(estimate)
+        self._tell_disk(disk_estimate(config, self._algorithm, counts))
 
     # -- with reward functions and model -----------------------------------------------------------
 
@@ -343,7 +350,7 @@ class Checker:
             f"sample {rollout.sample_index}: {tokens} tokens, ended by {rollout.finish_reason.value}, {reward}{answer}"
         )
         body = f"{failure.kind.value}: {failure.message}" if failure else rollout.text
-        self._tell("dry run", f"{head}\n{_quote(body)}", Verdict.PROBLEM if failure else Verdict.OK)
+        self._tell("dry run", f"{head}\n{quote(body)}", Verdict.PROBLEM if failure else Verdict.OK)
 
     def _tell_mismatch(self, policy: PreTrainedModel, rollouts: list[Rollout]) -> None:
         gaps = [_largest_gap(policy, r, self.config.rollout.temperature) for r in rollouts if r.response_ids]
@@ -368,6 +375,7 @@ def _parts(score: Score) -> str:
     return ", ".join(f"{name} {'abstained' if v is None else f'{v:.3g}'}" for name, v in score.parts.items())
 
 
-def _quote(text: str, limit: int = 1200) -> str:
+def quote(text: str, limit: int = 1200) -> str:
+    """Each line behind a bar."""
     shown = text if len(text) <= limit else f"{text[:limit]} ..."
     return "\n".join(f"| {line}" for line in shown.split("\n"))

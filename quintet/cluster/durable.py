@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from quintet.algorithms.presets import resolve
 from quintet.buffer.journal import SqliteJournal
 from quintet.buffer.repair import Anchor, BatchShape, anchor, open_journal
 from quintet.cluster.folder import RunFolder
@@ -50,7 +51,8 @@ class Keeper:
         that were recorded when they were made."""
         known = Anchor() if checkpoint is None else _read_anchor(checkpoint)
         rollout = self._config.rollout
-        shape = BatchShape(rollout.groups_per_step, rollout.group_size)
+        samples = resolve(self._config.algorithm).rollouts_per_group(rollout.group_size)
+        shape = BatchShape(rollout.groups_per_step, samples)
         self.journal = open_journal(self._folder.journal, known, shape, self._say)
         self.record_version(published, known.step)
         return self.journal

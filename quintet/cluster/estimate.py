@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from quintet.algorithms.offline import OfflineAlgorithm
 from quintet.algorithms.presets import Algorithm
 from quintet.config import RunConfig
 from quintet.models.config import LoraConfig
@@ -78,7 +79,8 @@ def _kv_bytes(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rollout = config.rollout
-    running = min(rollout.max_running, rollout.groups_per_step * rollout.group_size * (1 + algorithm.max_staleness))
+    per_step = rollout.groups_per_step * algorithm.rollouts_per_group(rollout.group_size)
+    running = min(rollout.max_running, per_step * (1 + algorithm.max_staleness))
     tokens = running * rollout.max_tokens + -(-running // rollout.group_size) * longest_prompt
     if rollout.kv_pages is not None:
         page = rollout.page_size if rollout.numerics == "reproducible" else PAGE
@@ -86,14 +88,57 @@ def _kv_bytes(
     return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize * tokens
 
 
+def offline_memory_estimate(
+    config: RunConfig,
+    algorithm: OfflineAlgorithm,
+    hf_config: PretrainedConfig,
+    counts: tuple[int, int],
+    *,
+    dtype: torch.dtype,
+    row_tokens: float,
+) -> dict[str, int]:
+    """As `memory_estimate`, of an offline preset; `row_tokens`: mean of prompt and answers together."""
+    every, trained = counts
+    has_copy = algorithm.needs_ref and config.model.lora is None
+    tokens = min(config.train.micro_batch_tokens, int(config.offline.batch_size * row_tokens))
+    return {
+        "master weights": _FLOAT32 * every,
+        "gradients": _FLOAT32 * trained,
+        "AdamW moments": _ADAMW * trained,
+        "reference": _FLOAT32 * every if has_copy else 0,
+        "activations": _forward_bytes(config, hf_config, dtype, tokens),
+    }
+
+
+def offline_disk_estimate(config: RunConfig, algorithm: OfflineAlgorithm, counts: tuple[int, int]) -> dict[str, int]:
+    """As `disk_estimate`, of an offline preset."""
+    every, trained = counts
+    has_copy = algorithm.needs_ref and config.model.lora is None
+    checkpoint = (_FLOAT32 + _ADAMW) * trained + (_FLOAT32 * every if has_copy else 0)
+    return {"checkpoints": checkpoint * _checkpoints_kept(config), "final and starting model": _models(config, every)}
+
+
+def _checkpoints_kept(config: RunConfig) -> int:
+    return config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is being written
+
+
+def _models(config: RunConfig, parameters: int) -> int:
+    return _FLOAT32 * parameters * (2 if config.warm_start.steps else 1)
+
+
 def _activation_bytes(config: RunConfig, hf_config: PretrainedConfig, dtype: torch.dtype, mean_prompt: float) -> int:
-    """About 14 hidden and 5 intermediate widths per token and layer are kept for the backward pass of a Llama-style
-    block; with checkpointing one hidden width, plus one block in full. The head's chunk of logits comes on top."""
-    text, rollout, train = hf_config.get_text_config(), config.rollout, config.train
+    rollout, train = config.rollout, config.train
     samples = rollout.groups_per_step * rollout.group_size
     prompts = rollout.groups_per_step if train.shared_prompt else samples
     step_tokens = int(samples * rollout.max_tokens + prompts * mean_prompt)
     tokens = min(train.micro_batch_tokens, step_tokens // train.mini_batches)
+    return _forward_bytes(config, hf_config, dtype, tokens)
+
+
+def _forward_bytes(config: RunConfig, hf_config: PretrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """About 14 hidden and 5 intermediate widths per token and layer are kept for the backward pass of a Llama-style
+    block; with checkpointing one hidden width, plus one block in full. The head's chunk of logits comes on top."""
+    text, train = hf_config.get_text_config(), config.train
     block = 14 * text.hidden_size + 5 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     layers = text.num_hidden_layers
     per_token = layers * text.hidden_size + block if train.activation_checkpointing else layers * block
@@ -109,11 +154,11 @@ def disk_estimate(config: RunConfig, algorithm: Algorithm, counts: tuple[int, in
         checkpoint += _FLOAT32 * every
     if algorithm.needs_values:
         checkpoint += (_FLOAT32 + _ADAMW) * every
-    kept = config.checkpoint.keep_last + int(config.checkpoint.keep_best) + 1  # one more while it is being written
-    samples = config.steps * config.rollout.groups_per_step * config.rollout.group_size
+    rollouts = algorithm.rollouts_per_group(config.rollout.group_size)
+    samples = config.steps * config.rollout.groups_per_step * rollouts
     return {
-        "checkpoints": checkpoint * kept,
-        "final and starting model": _FLOAT32 * every * (2 if config.warm_start.steps else 1),
+        "checkpoints": checkpoint * _checkpoints_kept(config),
+        "final and starting model": _models(config, every),
         "journal": samples * (_JOURNAL_PER_TOKEN * config.rollout.max_tokens + _JOURNAL_PER_SAMPLE),
     }
 

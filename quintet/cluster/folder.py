@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from quintet.buffer.reading import DamagedJournal, JournalReader
 from quintet.config import RunConfig, diff, load_config, require_writable, save
 from quintet.controller.state import DiskFull, is_disk_full
 from quintet.observe.summary import read_summary, write_summary
@@ -38,9 +39,7 @@ class RunFolder:
         written or holds a run with another config.
         """
         require_writable(self.root)
-        is_run = self.config.exists()
-        if not is_run and any(p for p in self.root.iterdir() if p.name not in _BEFORE_THE_RUN):
-            raise QuintetError(f"{self.root} is not empty and holds no run: choose another folder with --out")
+        is_run = self.holds_run()
         self.rollouts.mkdir(exist_ok=True)
         if not (is_run and self._began()):
             save(config, self.config)
@@ -55,6 +54,20 @@ class RunFolder:
                 "Resume it with the config it was started with (or more steps, where the learning rate is constant), "
                 "start\na new run from its weights with --fork, or one in another folder with --out"
             )
+        return True
+
+    def holds_run(self) -> bool:
+        """Whether there is a run to look at. Raises QuintetError for a folder of something else, and for a run of a
+        version of this program whose files it cannot read."""
+        if not self.config.exists():
+            if self.root.exists() and any(p for p in self.root.iterdir() if p.name not in _BEFORE_THE_RUN):
+                raise QuintetError(f"{self.root} is not empty and holds no run: choose another folder with --out")
+            return False
+        if self.journal.exists():
+            with contextlib.suppress(DamagedJournal):  # a resume mends it
+                JournalReader.open(self.journal).close()
+        if (self.root / "summary.json").exists():
+            read_summary(self.root)
         return True
 
     def _began(self) -> bool:

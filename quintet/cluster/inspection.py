@@ -65,7 +65,11 @@ async def inspect_update(
 ) -> Inspection:
     """Train on `batch`, and say what happened."""
     samples = trainable(batch.experiences)
+    algorithm = algorithm.with_kl_coef(batch.kl_coef)
     logprobs = await train.logprobs(samples)
+    if algorithm.needs_full_kl and algorithm.kl_in_loss:
+        for sample, kl in zip(samples, await train.full_kl(samples), strict=True):
+            sample.full_kl = kl
     views: list[SampleView] = []
     rows = iter(logprobs)
     for mini_batch in mini_batches(samples, config.mini_batches):
@@ -90,6 +94,7 @@ def _sample(
         ref_logprobs=None if e.ref_logprobs is None else _row(e.ref_logprobs),
         entropy=torch.zeros(1, len(logprobs)),
         rewards=torch.tensor([e.reward]),
+        full_kl=None if e.full_kl is None else _row(e.full_kl),
     )
     loss_BT, _ = token_losses(algorithm, batch)
     share = aggregate(loss_BT, batch.mask, step_counts, algorithm.aggregation.name, **algorithm.aggregation.params)

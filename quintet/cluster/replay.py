@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 from quintet.algorithms.advantage import compute_advantages
 from quintet.algorithms.presets import Algorithm, resolve
-from quintet.buffer.reading import JournalReader
+from quintet.buffer.reading import DamagedJournal, DamagedRow, JournalReader
 from quintet.cluster.build import Base, load_policy, with_adapters
 from quintet.cluster.folder import RunFolder
 from quintet.cluster.inspection import Inspection, inspect_update
@@ -133,6 +134,8 @@ async def _replaying(folder: RunFolder, step: int) -> AsyncIterator[_Replay]:
                 await train.load_checkpoint(str(checkpoint))
             begun = 0 if checkpoint is None else read_state(checkpoint).step
             yield _Replay(config, base, train, journal, algorithm, begun)
+        except (DamagedRow, sqlite3.DatabaseError) as error:
+            raise DamagedJournal(f"{folder.journal} is damaged ({error}): this step cannot be rebuilt") from error
         finally:
             await train.close()
 

@@ -106,7 +106,7 @@ def _evaluation_runs(config: RunConfig) -> list[tuple[str, SamplingParams]]:
     params = sampling_params(config)
     if config.eval.max_tokens is not None:
         params = msgspec.structs.replace(params, max_tokens=config.eval.max_tokens)
-    runs = [("eval", msgspec.structs.replace(params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))]
+    runs = [("eval", params.greedy())]
     if config.eval.samples:
         runs.append(("eval_sampled", msgspec.structs.replace(params, n=config.eval.samples)))
     return runs

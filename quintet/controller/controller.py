@@ -43,6 +43,7 @@ from quintet.types import (
     SamplingParams,
     Score,
     Span,
+    StepAbandoned,
     StepAssignment,
     StepMetrics,
     WeightRef,
@@ -130,7 +131,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
-        self._stopping = False
+        self._stopped = asyncio.Event()
         self._out_of_data = False
         self._dropped_since_step: Counter[str] = Counter()
 
@@ -139,9 +140,11 @@ class Controller:
     async def run(self, after_step: Callable[[StepMetrics], Awaitable[None]]) -> None:
         """Train until `total_steps`, the end of the data, or `stop()`. `after_step` logs, evaluates, saves."""
         async with self._producing():
-            while self.state.step < self.settings.total_steps and not self._stopping:
+            while self.state.step < self.settings.total_steps and not self._stopped.is_set():
                 try:
                     metrics = await self.step()
+                except StepAbandoned:
+                    return
                 except EndOfData:
                     logger.warning("the data ended after step %d: the rest does not fill a step", self.state.step)
                     for group in list(self._ready.values()):
@@ -150,7 +153,10 @@ class Controller:
                 await after_step(metrics)
 
     async def step(self) -> StepMetrics:
-        """Take -> prepare -> advantage -> train -> publish version + 1."""
+        """Take -> prepare -> advantage -> train -> publish version + 1.
+
+        Raises EndOfData, and StepAbandoned where `stop()` found it before the first optimizer step.
+        """
         step, started = self.state.step + 1, self.clock.now()
         groups, dropped = await self._next_groups()
         self._on_span(Span("controller", "wait", started, self.clock.now()))
@@ -195,8 +201,9 @@ class Controller:
         self._wake.set()
 
     def stop(self) -> None:
-        """End after the step that is being trained."""
-        self._stopping = True
+        """End now if groups are being waited for, else after the step in progress (or earlier, if the train worker
+        gives it up). To be called in the event loop."""
+        self._stopped.set()
 
     async def resume(self) -> None:
         """Take up what the journal holds: steps to redo first, then the groups that were in flight."""
@@ -211,7 +218,7 @@ class Controller:
 
     async def _next_groups(self) -> tuple[list[Group], dict[str, int]]:
         """The next step's groups: one to redo, or the oldest ready ones; and how many were dropped, by reason, while
-        it was gathered. Raises what a worker raised."""
+        it was gathered. Raises what a worker raised, EndOfData, and StepAbandoned on `stop()`."""
         if self._redo:
             redone = self._redo.popleft()
             return redone.groups, redone.dropped
@@ -219,15 +226,16 @@ class Controller:
         self._note_end()
         assert self._failed is not None, "step() needs a running producer"
         take = asyncio.ensure_future(self.buffer.take(self.settings.groups_per_step, self.state.version))
-        end = asyncio.ensure_future(self._ended.wait())
-        first: set[asyncio.Future[Any]] = {take, end, self._failed}
+        end, stop = (asyncio.ensure_future(event.wait()) for event in (self._ended, self._stopped))
+        first: set[asyncio.Future[Any]] = {take, end, stop, self._failed}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         end.cancel()
+        stop.cancel()
         if not take.done():
             take.cancel()
             if self._failed.done():
                 self._failed.result()
-            raise EndOfData
+            raise StepAbandoned if self._stopped.is_set() else EndOfData
         groups = take.result()
         for group in groups:
             del self._ready[group.group_id]
@@ -301,9 +309,9 @@ class Controller:
         """One group from wherever it stands to READY, or to DROPPED."""
         if group.state is GroupState.ADMITTED:
             group.rollouts = await self._generate(group)
-            failures = [r.failure for r in group.rollouts]
-            if all(failures):
-                await self._drop_failed(group, failures[0])
+            failure = _failure_of(group)
+            if failure is not None:
+                await self._drop_failed(group, failure)
                 return
             await self.buffer.advance(group, GroupState.GENERATED)
         if group.state is GroupState.GENERATED:
@@ -321,9 +329,8 @@ class Controller:
 
     async def _generate(self, group: Group) -> list[Rollout]:
         started = self.clock.now()
-        work = self.rollout.generate([group], self.settings.sampling, self.state.version)
         try:
-            rollouts = await asyncio.wait_for(work, self.settings.group_timeout_s)
+            rollouts = await asyncio.wait_for(self._ask(group), self.settings.group_timeout_s)
         except TimeoutError:
             await self.rollout.abort([group.group_id])
             message = f"group {group.group_id} took longer than {self.settings.group_timeout_s} s"
@@ -335,14 +342,23 @@ class Controller:
             rollout.timing |= {"start_s": span.start, "end_s": span.end}
         return rollouts
 
+    async def _ask(self, group: Group) -> list[Rollout]:
+        """The group's samples and, where the advantage needs it, the greedy answer after them."""
+        sampling, version = self.settings.sampling, self.state.version
+        kinds = [sampling, sampling.greedy()] if self.algorithm.needs_greedy else [sampling]
+        samples, *greedy = await asyncio.gather(*(self.rollout.generate([group], kind, version) for kind in kinds))
+        for (answer,) in greedy:
+            answer.greedy, answer.sample_index = True, sampling.n
+            samples.append(answer)
+        return samples
+
     async def _score(self, group: Group) -> list[Score]:
         started = self.clock.now()
         scores = await score_group(self.reward, group)
         self._on_span(Span("reward", str(group.group_id), started, self.clock.now()))
         return scores
 
-    async def _drop_failed(self, group: Group, failure: Failure | None) -> None:
-        assert failure is not None
+    async def _drop_failed(self, group: Group, failure: Failure) -> None:
         logger.warning("group %s failed: %s: %s", group.group_id, failure.kind.value, failure.message)
         attempts = group.group_id.attempt + 1
         if failure.retryable and attempts >= self.settings.max_attempts:
@@ -398,6 +414,13 @@ class Controller:
         result = await work
         self._on_span(Span(lane, name, started, self.clock.now()))
         return result
+
+
+def _failure_of(group: Group) -> Failure | None:
+    """Why nothing of the group can be trained on: all samples failed, or the greedy answer that they need did."""
+    samples = [r.failure for r in group.samples]
+    greedy = next((r.failure for r in group.rollouts if r.greedy), None)
+    return samples[0] if all(samples) else greedy
 
 
 def _failed_rollout(group: Group, index: int, failure: Failure) -> Rollout:

@@ -11,7 +11,7 @@ from quintet.types import Experience, ExperienceBatch, FinishReason, Group, Roll
 
 
 def to_batch(groups: list[Group], *, step: int, version: int) -> ExperienceBatch:
-    """All samples of a step in order of admission, then of sample index. Unscored ones keep `reward` None."""
+    """All rollouts of a step in order of admission, then of sample index. Unscored ones keep `reward` None."""
     experiences = [
         to_experience(group, rollout, score)
         for group in groups
@@ -23,10 +23,27 @@ def to_batch(groups: list[Group], *, step: int, version: int) -> ExperienceBatch
 def step_batch(
     algorithm: Algorithm, groups: list[Group], *, step: int, version: int, max_tokens: int
 ) -> ExperienceBatch:
-    """What a step trains on: `to_batch`, shaped by the algorithm's sample filters. Training and replay share it."""
+    """What a step trains on: `to_batch`, shaped by the algorithm's sample filters, with greedy answers as baselines.
+    Training and replay share it."""
     batch = to_batch(groups, step=step, version=version)
-    batch.experiences = shape_samples(algorithm, batch.experiences, max_tokens)
+    shaped = shape_samples(algorithm, batch.experiences, max_tokens)
+    batch.experiences = with_baselines(groups, shaped)
     return batch
+
+
+def with_baselines(groups: list[Group], experiences: list[Experience]) -> list[Experience]:
+    """The samples of `to_batch`, each knowing the reward of its group's greedy answer, which leaves the batch.
+
+    Samples whose greedy answer could not be scored count as unscored: there is nothing to compare them with.
+    """
+    rollouts = [r for g in groups for r in g.rollouts]
+    greedy = {e.group_id: e.reward for e, r in zip(experiences, rollouts, strict=True) if r.greedy}
+    samples = [e for e, r in zip(experiences, rollouts, strict=True) if not r.greedy]
+    for e in samples:
+        if e.group_id in greedy:
+            e.baseline = greedy[e.group_id]
+            e.reward = None if e.baseline is None else e.reward
+    return samples
 
 
 def to_experience(group: Group, rollout: Rollout, score: Score) -> Experience:
@@ -48,9 +65,12 @@ def to_experience(group: Group, rollout: Rollout, score: Score) -> Experience:
 
 def sample_metrics(groups: list[Group], version: int) -> dict[str, float]:
     """`reward/*`, `rollout/*`, `buffer/staleness_*` and `failures/*` of one step's samples."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    scores = [s for g in groups for s in g.scores]
+    rollouts = [r for g in groups for r in g.samples]
+    scores = [s for g in groups for s in g.sample_scores]
     out = _reward_metrics(groups, scores)
+    greedy = [s.reward for g in groups for r, s in zip(g.rollouts, g.scores, strict=True) if r.greedy]
+    if known := [reward for reward in greedy if reward is not None]:
+        out["reward/greedy_mean"] = fmean(known)
     lengths = [sum(r.loss_mask) for r in rollouts]
     out["rollout/response_length_mean"] = fmean(lengths)
     out["rollout/response_length_max"] = float(max(lengths))
@@ -76,6 +96,6 @@ def _reward_metrics(groups: list[Group], scores: list[Score]) -> dict[str, float
         values = [v for s in scores if (v := s.parts.get(name)) is not None]
         if values:
             out[f"reward/{name}/mean"] = fmean(values)
-    spreads = [{s.reward for s in g.scores if s.reward is not None} for g in groups]
+    spreads = [{s.reward for s in g.sample_scores if s.reward is not None} for g in groups]
     out["reward/zero_std_frac"] = fmean(len(values) <= 1 for values in spreads)
     return out

@@ -7,6 +7,7 @@ to `step-N/`: a folder without the suffix and with a matching manifest is whole,
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -69,7 +70,7 @@ async def write_checkpoint(
     try:
         partial.mkdir()
         await save_trainer(str(partial))
-        _seal(partial, {"controller.json": state, **(extra or {})})
+        await asyncio.to_thread(_seal, partial, {"controller.json": state, **(extra or {})})
         partial.rename(final)
         _fsync(root)
     except Exception as error:
@@ -112,7 +113,10 @@ def is_best(root: Path, accuracy: float) -> bool:
 
 def read_best(root: Path) -> Best | None:
     path = root / BEST
-    return msgspec.json.decode(path.read_bytes(), type=Best) if path.exists() else None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Best) if path.exists() else None
+    except msgspec.DecodeError as error:
+        raise QuintetError(f"{path} is damaged ({error}): delete it, and the next evaluation is the best") from None
 
 
 def mark_best(root: Path, step: int, accuracy: float, *, keep_last: int) -> None:

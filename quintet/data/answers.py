@@ -6,7 +6,8 @@ for prompts):
     pairs      prompt, chosen, rejected   strings or message lists (of a list the last message is the answer);
                chosen, rejected           without a prompt column: two conversations that differ in the last message
     labels     prompt, completion, label  label true: desirable (kto; pairs are taken as well)
-    supervised messages                   the last message is the answer; only it is trained
+    supervised messages                   the last message is the answer; only it is trained, or with
+                                          `offline.train_on: all` every assistant message, in one sequence
                prompt, completion         or, without that column, data.columns.answer
 """
 
@@ -42,6 +43,12 @@ class Answered:
     rejected_ids: Sequence[int] | None = None
     desirable: bool = True  # False: an unpaired answer that is not wanted
     margin: float = 0.0  # how much better the chosen answer is, where the data says so
+    loss_mask: Sequence[int] | None = None  # of response_ids, where not all of it is trained
+
+    @property
+    def trained(self) -> Sequence[int]:
+        """1 for every id of the response that is trained, else 0."""
+        return [1] * len(self.response_ids) if self.loss_mask is None else self.loss_mask
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class AnswerEncoder:
     answer: Callable[[str], list[int]]  # the end id included
     max_response_tokens: int
     context_tokens: int  # prompt and answer together
+    every_turn: bool = False  # train all assistant messages of a conversation, not the last one only
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,11 @@ def build_answered(
     """
     kept: list[Answered] = []
     skipped: list[Skipped] = []
-    for row in rows:
-        made = _encode(row, _parts(row, config, form), config, encoder)
+    every = [_parts(row, config, form) for row in rows]
+    if encoder.every_turn and every and all(isinstance(parts.prompt, str) for parts in every):
+        raise QuintetError("offline.train_on all has no effect: the data has no conversations (messages). Remove it")
+    for row, parts in zip(rows, every, strict=True):
+        made = _encode(row, parts, config, encoder)
         for item in made:
             (kept if isinstance(item, Answered) else skipped).append(item)  # type: ignore[arg-type]
     if rows and not kept:
@@ -139,6 +150,13 @@ def _encode(row: Row, parts: _Parts, config: DataConfig, encoder: AnswerEncoder)
         prompt = prompt[-config.max_prompt_tokens :]
         notes.append(skip(SkipReason.TRUNCATED, detail))
     answers = [encoder.answer(text) for text in parts.answers]
+    mask = None
+    if encoder.every_turn and isinstance(parts.prompt, list):
+        turns = _every_turn([*parts.prompt, {"role": "assistant", "content": parts.answers[0]}], encoder)
+        if turns is None:
+            detail = "the chat template writes earlier turns differently once later ones follow: train_on last is left"
+            return [skip(SkipReason.UNUSABLE_ANSWER, detail)]
+        prompt, answers[0], mask = turns
     longest = max(map(len, answers))
     if longest > encoder.max_response_tokens or len(prompt) + longest > encoder.context_tokens:
         detail = (
@@ -147,7 +165,23 @@ def _encode(row: Row, parts: _Parts, config: DataConfig, encoder: AnswerEncoder)
         )
         return [skip(SkipReason.OVERLONG, detail)]
     rejected = answers[1] if len(answers) == 2 else None
-    return [*notes, Answered(prompt, answers[0], rejected, parts.desirable, parts.margin)]
+    return [*notes, Answered(prompt, answers[0], rejected, parts.desirable, parts.margin, mask)]
+
+
+def _every_turn(messages: Messages, encoder: AnswerEncoder) -> tuple[list[int], list[int], list[int]] | None:
+    """(prompt ids, everything after them, its loss mask): each assistant message, its end id included, is trained after
+    the very ids that the model would be given there. None where a template's turns are no prefix of the next ones."""
+    places = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > 0]
+    prompt = ids = encoder.prompt(messages[: places[0]], None)
+    mask: list[int] = []
+    for i in places:
+        context = encoder.prompt(messages[:i], None)
+        if context[: len(ids)] != ids:
+            return None
+        answer = encoder.answer(str(messages[i]["content"]))
+        mask += [0] * (len(context) - len(ids)) + [1] * len(answer)
+        ids = [*context, *answer]
+    return prompt, ids[len(prompt) :], mask
 
 
 def _parts(row: Row, config: DataConfig, form: Form) -> _Parts:

@@ -106,6 +106,7 @@ def sums_pairs(
     max: int = 99,
     count: int | None = None,
     wrong: int = 1,
+    malformed: float = 0.0,
     digits: int = 0,
     answer_digits: int = 0,
     reverse: bool = False,
@@ -113,8 +114,12 @@ def sums_pairs(
 ) -> Iterator[dict[str, Any]]:
     """Preferences: rows of `sums` with `chosen`, the sum, and `rejected`, a wrong one, in the same writing.
 
-    `wrong` rows per question: about half of the wrong sums have one digit changed, half are another pair's sum.
+    `wrong` rows per question: about half of the wrong sums have one digit changed, half are another pair's sum. A share
+    `malformed` of the rejected answers are no sum at all but one cut short or run on: what a
+    policy finds that is trained against a reward model which has seen well-written answers only.
     """
+    if not 0.0 <= malformed <= 1.0:
+        raise QuintetError(f"data.args.malformed: {malformed} is no share; 0 to 1 is needed.")
     draw = random.Random(f"rejected/{seed}")
     for a, b in _pairs(seed, min, max, count):
         row = _operation(a, b, a + b, digits, answer_digits, reverse, template)
@@ -122,8 +127,10 @@ def sums_pairs(
             value = draw.randint(2 * min, 2 * max) if draw.random() < 0.5 else a + b
             if value == a + b:
                 value = _one_digit_off(a + b, draw)
-            other = _operation(a, b, value, digits, answer_digits, reverse, template)
-            yield row | {"chosen": row["answer"], "rejected": other["answer"]}
+            rejected = _operation(a, b, value, digits, answer_digits, reverse, template)["answer"]
+            if malformed and draw.random() < malformed:
+                rejected = _malformed(draw.choice([row["answer"], rejected]), draw)
+            yield row | {"chosen": row["answer"], "rejected": rejected}
 
 
 def differences(
@@ -248,6 +255,13 @@ def _one_digit_off(value: int, draw: random.Random) -> int:
     power = 10 ** draw.randrange(len(str(value)))
     digit = value // power % 10
     return value + power * ((digit + draw.randint(1, 9)) % 10 - digit)
+
+
+def _malformed(answer: str, draw: random.Random) -> str:
+    """`answer` cut short, or with up to as many digits after it."""
+    if len(answer) > 1 and draw.random() < 0.5:
+        return answer[: draw.randrange(1, len(answer))]
+    return answer + "".join(draw.choices(string.digits, k=draw.randint(1, len(answer))))
 
 
 def _operation(

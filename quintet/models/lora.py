@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from quintet.models.config import LoraConfig
 from quintet.models.device import seeded
+from quintet.models.quiet import quiet_peft
 from quintet.types import QuintetError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> PeftMod
         target_modules=config.target_modules,
     )
     try:
-        with seeded(seed, model.device):
+        with seeded(seed, model.device), quiet_peft():
             return cast("PeftModel", get_peft_model(model, peft_config))
     except ValueError as error:
         linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.files import write_whole
+from quintet.types import QuintetError
 
 
 class JsonlSink:
@@ -49,11 +50,24 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON-lines file in order. A last line without its newline was cut off and is left out."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in file:
+    """The whole lines of a JSON-lines file in order. A last line without its newline was cut off and is left out.
+
+    Raises QuintetError for a line that is no JSON object with a `step`.
+    """
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             if line.endswith("\n") and line.strip():
-                yield json.loads(line)
+                yield _row(line, f"{path}:{number}")
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise QuintetError(f"{where} is damaged ({error}): delete that line") from None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise QuintetError(f"{where} is no line of this file: it has no step. Is it a run folder of quintet?")
+    return row
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ A view is called as `view(kind, payload)` with these kinds:
     step      StepMetrics
     eval      {"step": int, "values": {name: float}}
     message   {"level": "info" | "warning" | "error", "text": str}
-    done      {"summary": dict, "findings": [Finding] (optional)}
+    done      {"summary": dict, "findings": [Finding] (optional)}, also of a run that was stopped in order
 
 An unknown kind raises ValueError. Views are context managers; on leaving, the terminal is as before.
 """
@@ -257,7 +257,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     labels = {"untrained": "untrained", "before": "before RL", "after": "after"}
     values = {label: summary.get(f"eval/accuracy_{when}") for when, label in labels.items()}
     known = [f"{label} {value:.1%}" for label, value in values.items() if value is not None]
-    lines = [f"done: {summary['steps']} steps in {duration(summary['seconds'])}"]
+    word = "done" if summary.get("finished", True) else "stopped"
+    lines = [f"{word}: {summary['steps']} steps in {duration(summary['seconds'])}"]
     if known:
         lines.append(f"held-out accuracy ({summary['eval/n']:.0f} prompts): " + " -> ".join(known))
     before, after = summary.get("eval/accuracy_before"), summary.get("eval/accuracy_after")

@@ -260,7 +260,7 @@ def _samples_section(runs: Sequence[Run]) -> str:
 def _run_section(run: Run, title: str = "What the run was") -> str:
     rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in _facts(run))
     full = f"<details><summary>config.yaml, fully resolved</summary><pre>{escape(run.config_text)}</pre></details>"
-    table = f'<div class="card"><table>{rows}</table>{full if run.config_text else ""}</div>'
+    table = f'<div class="card facts"><table>{rows}</table>{full if run.config_text else ""}</div>'
     return f"<h2>{escape(title)}</h2>{table}"
 
 

@@ -40,13 +40,15 @@ class Run:
 
 
 def read_run(folder: Path, label: str = "") -> Run:
-    """Raises QuintetError when there is no such folder."""
+    """Raises QuintetError when there is no such folder, it holds no run, or a file in it is damaged."""
     if not folder.is_dir():
         raise QuintetError(f"no run folder {folder}: give a folder that `quintet train` wrote, e.g. runs/first")
     metrics, summary, config = folder / "metrics.jsonl", folder / "summary.json", folder / "config.yaml"
+    if not (metrics.exists() or config.exists()):
+        raise QuintetError(f"{folder} holds no run (neither config.yaml nor metrics.jsonl)")
     rows = read_metrics(metrics) if metrics.exists() else []
-    config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-    tree = yaml.safe_load(config_text) or {}
+    config_text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+    tree = _config_tree(config, config_text)
     return Run(
         folder=folder,
         label=label or folder.resolve().name,
@@ -56,6 +58,16 @@ def read_run(folder: Path, label: str = "") -> Run:
         config_text=config_text,
         findings=diagnose(rows, tree),
     )
+
+
+def _config_tree(path: Path, text: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise QuintetError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise QuintetError(f"{path} is no recipe: it holds a {type(tree).__name__}")
+    return tree
 
 
 def read_runs(folders: list[Path]) -> list[Run]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.files import write_whole
+from quintet.types import QuintetError
 
 VERSIONED = ("quintet", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy")
 
@@ -30,7 +31,7 @@ def library_versions() -> dict[str, str]:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            continue
+            continue  # an extra that is not installed, or quintet itself run from a source tree
     return found
 
 
@@ -86,5 +87,12 @@ def write_summary(folder: str | Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(folder: str | Path) -> dict[str, Any]:
-    """The summary of a run folder; raises FileNotFoundError where there is none yet."""
-    return json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
+    """The summary of a run folder. Raises FileNotFoundError where there is none yet, QuintetError for a damaged one."""
+    path = Path(folder) / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise QuintetError(f"{path} cannot be read ({error}): delete it, a resumed run writes it anew") from None
+    if not isinstance(summary, dict):
+        raise QuintetError(f"{path} holds no summary of a run: delete it, a resumed run writes it anew")
+    return summary

@@ -2,7 +2,9 @@
 
 The folder is a Hugging Face sequence classifier with one label, such as the `final/` of a `reward_model` run. It runs
 in this process on a thread of its own, one batch per group. Text is encoded by the model's own tokenizer (which need
-not be the policy's); the reward is read at the last token, the end token that a whole response is given.
+not be the policy's); the reward is read at the last token, the end token that a whole response is given. A response
+that was cut off has none, which no reward model was trained on: `missing_end_penalty` (TRL's `missing_eos_penalty`) is
+taken off its reward.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from quintet.reward.sample import Sample, Verdict
 from quintet.types import QuintetError
 
 MODEL = "model"
-_OPTIONS = ("path", "device", "batch_tokens")
+_OPTIONS = ("path", "device", "batch_tokens", "missing_end_penalty")
 
 
 def check_model_args(args: Any) -> None:
@@ -31,6 +33,9 @@ def check_model_args(args: Any) -> None:
             f"reward function `model`, option `path`: {path!r} is no model folder (it has no config.json)\n"
             "a run with algorithm.preset reward_model writes one to RUN/final"
         )
+    penalty = args.get("missing_end_penalty", 0.0)
+    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or penalty < 0:
+        raise QuintetError(f"reward function `model`: missing_end_penalty {penalty!r} must be a number, 0 or more")
 
 
 class ModelGrader(GradingFunction):
@@ -52,7 +57,9 @@ class ModelGrader(GradingFunction):
 class _RewardModel:
     """The classifier with its tokenizer. `batch_tokens`: padded tokens per forward at most."""
 
-    def __init__(self, path: str, device: str = "auto", batch_tokens: int = 8192) -> None:
+    def __init__(
+        self, path: str, device: str = "auto", batch_tokens: int = 8192, missing_end_penalty: float = 0.0
+    ) -> None:
         from quintet.models.config import ModelConfig
         from quintet.models.loader import load_reward_model, load_tokenizer
         from quintet.models.tokenizer import PromptEncoder
@@ -62,13 +69,14 @@ class _RewardModel:
         self._tokenizer = load_tokenizer(config)
         self._encode_prompt = PromptEncoder(self._tokenizer, config)
         self._batch_tokens = batch_tokens
+        self._missing_end_penalty = missing_end_penalty
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         ids = [self._ids(sample) for sample in samples]
         rewards = [0.0] * len(ids)
         for rows in _batches([len(row) for row in ids], self._batch_tokens):
             for row, value in zip(rows, self._forward([ids[i] for i in rows]), strict=True):
-                rewards[row] = value
+                rewards[row] = value - self._missing_end_penalty * samples[row].truncated
         return rewards
 
     def _ids(self, sample: Sample) -> list[int]:

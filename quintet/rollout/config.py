@@ -7,12 +7,32 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class VllmConfig(BaseModel):
+    """`rollout.engine: vllm`: a server that runs already (`url`), or one started from an environment that has vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str | None = Field(None, description="of a running server; null: start one")
+    api_key_env: str = Field("VLLM_API_KEY", description="environment variable with the key of the server at `url`")
+    python: str | None = Field(None, description="interpreter of the environment that has vLLM (make vllm-env)")
+    args: list[str] = Field(default_factory=list, description="more arguments of the server, e.g. [--enforce-eager]")
+    env: dict[str, str] = Field(default_factory=dict, description="more environment variables of the server")
+    cpu_kv_gb: int = Field(2, gt=0, description="KV cache on a CPU")
+    weights_dir: str | None = Field(
+        None, description="folder through which weights reach the server, one that both see; null: /dev/shm"
+    )
+    start_timeout_s: float = Field(300.0, gt=0)
+    silence_s: float = Field(120.0, gt=0, description="how long a server may say nothing")
+
+
 class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     engine: str = Field(
-        "embedded", description="embedded (continuous batching), transformers (any architecture), or module:Class"
+        "embedded",
+        description="embedded (continuous batching), transformers (any architecture), vllm, or module:Class",
     )
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
     groups_per_step: int = Field(8, gt=0, description="prompts in one controller step")
     group_size: int = Field(8, gt=0, description="samples per prompt")
     numerics: Literal["fast", "reproducible"] = Field(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.protocols import RolloutWorker
-from quintet.rollout.config import RolloutConfig
+from quintet.rollout.config import RolloutConfig, VllmConfig
 from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens"
 
 def check_rollout_config(config: RolloutConfig) -> None:
     """Raises QuintetError for an engine that does not exist or options that it would ignore. Imports no torch."""
-    if config.engine in ("embedded", "transformers"):
+    _check_vllm(config)
+    if config.engine in ("embedded", "transformers", "vllm"):
         if config.engine == "transformers":
             _check_transformers(config)
         elif config.numerics == "fast":
@@ -36,7 +38,7 @@ def check_rollout_config(config: RolloutConfig) -> None:
     if not module or not name:
         raise QuintetError(
             f"rollout.engine: {config.engine!r} is not an engine.\n"
-            "Use embedded, transformers, or the path of your own class as package.module:Class."
+            "Use embedded, transformers, vllm, or the path of your own class as package.module:Class."
         )
     try:
         found = importlib.util.find_spec(module) is not None
@@ -44,6 +46,25 @@ def check_rollout_config(config: RolloutConfig) -> None:
         found = False
     if not found:
         raise QuintetError(f"rollout.engine: {config.engine!r}: there is no module {module!r} on the Python path.")
+
+
+def _check_vllm(config: RolloutConfig) -> None:
+    """vLLM needs a server or an interpreter; its options do nothing for another engine."""
+    if config.engine != "vllm":
+        if config.vllm != VllmConfig():
+            raise QuintetError(
+                f"rollout.vllm has no effect with rollout.engine: {config.engine}; remove it or set engine: vllm."
+            )
+        return
+    if config.numerics == "reproducible":
+        raise QuintetError("rollout.numerics: reproducible is kept by rollout.engine: embedded only; set fast.")
+    if config.vllm.url is None and config.vllm.python is None:
+        raise QuintetError(
+            "rollout.engine: vllm needs a server or an environment that has vLLM.\n"
+            "Set rollout.vllm.url, or rollout.vllm.python to its interpreter (`make vllm-env` makes one)."
+        )
+    if config.vllm.url is None and not Path(config.vllm.python or "").is_file():
+        raise QuintetError(f"rollout.vllm.python: there is no file {config.vllm.python!r}.")
 
 
 def _check_transformers(config: RolloutConfig) -> None:
@@ -87,12 +108,16 @@ def make_rollout_worker(
         from quintet.rollout.engine.worker import EmbeddedRolloutWorker
 
         make: Callable[..., RolloutWorker] = EmbeddedRolloutWorker
+    elif config.engine == "vllm":
+        from quintet.rollout.vllm import VllmRolloutWorker
+
+        make = VllmRolloutWorker
     else:
         make = _load_class(config.engine)
     worker = make(
         hf_config, weights, eos_ids=eos_ids, decode=decode, config=config, device=device, dtype=dtype, version=version
     )
-    return worker if config.engine == "embedded" else CheckedRolloutWorker(worker, config.engine)
+    return worker if config.engine in ("embedded", "vllm") else CheckedRolloutWorker(worker, config.engine)
 
 
 def _transformers_worker(

@@ -4,7 +4,7 @@
     reference.safetensors  the frozen reference policy, where there is a copy of one
     optimizer.safetensors  moments
     critic.safetensors     the value model, where there is one, and its moments in critic_optimizer.safetensors
-    trainer.json           optimizer steps, random states, digest of the frozen base under LoRA
+    trainer.json           optimizer steps, random states, adaptive KL coefficient, digest of the frozen base under LoRA
 
 The folder is written and renamed by the caller; files are flushed to the disk here. A load checks every
 file before it touches a weight.
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quintet.train.critic import Critic
+from quintet.train.kl import KlCoefficient
 from quintet.train.optimizer import Optimizer
 from quintet.types import QuintetError
 from quintet.weights.digest import digest
@@ -43,6 +44,7 @@ class TrainState:
     optimizer: Optimizer
     reference: nn.Module | None = None  # None: no reference, or LoRA's own base
     critic: Critic | None = None
+    kl: KlCoefficient | None = None  # an adaptive one
 
 
 def save(state: TrainState, folder: str | os.PathLike[str]) -> None:
@@ -60,6 +62,7 @@ def save(state: TrainState, folder: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "optimizer_steps": state.optimizer.steps,
         "critic_steps": None if state.critic is None else state.critic.optimizer.steps,
+        "kl_coef": None if state.kl is None else state.kl.value,
         "base_digest": digest(base) if base else None,
         "random": random_states(),
     }
@@ -92,6 +95,8 @@ def load(state: TrainState, folder: str | os.PathLike[str]) -> None:
     if state.critic is not None:
         path = root / "critic_optimizer.safetensors"
         _load_moments(state.critic.optimizer, critic_moments, record["critic_steps"], path)
+    if state.kl is not None:
+        state.kl.value = record["kl_coef"]
     for targets, sources in ((tensors, weights), (reference, reference_weights), (critic, critic_weights)):
         for name, target in targets.items():
             target.copy_(sources[name])

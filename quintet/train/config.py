@@ -39,6 +39,11 @@ class TrainConfig(BaseModel):
         description="the old policy of the ratio. self: the current one, detached (one update per batch); "
         "trainer: recomputed before the first update; sampler: the engine's own log-probabilities",
     )
+    skip_zero_advantage: bool = Field(
+        True,
+        description="samples whose advantages are all 0 go through no forward pass where they add nothing to the "
+        "gradient (exact: the denominators count them); metrics of the update then cover the others",
+    )
     shared_prompt: bool = Field(True, description="compute a prompt once for its samples in a micro-batch (exact)")
     head_chunk_tokens: int = Field(1024, gt=0, description="rows of the language-model head computed at once")
     activation_checkpointing: bool = False
@@ -71,6 +76,9 @@ class OfflineConfig(BaseModel):
     batch_size: int = Field(32, gt=0, description="rows (pairs, or single answers) in one optimizer step")
     max_response_tokens: int = Field(
         1024, gt=0, description="a row with a longer answer, its end token included, is left out"
+    )
+    train_on: Literal["last", "all"] = Field(
+        "last", description="sft on messages: the last assistant message, or all of them (in one sequence)"
     )
 
 

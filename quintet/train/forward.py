@@ -25,7 +25,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quintet.models.lora import base_model
 from quintet.train import attention
-from quintet.train.head import HeadConfig, LogitTransform, logprobs_from_logits, token_logprobs
+from quintet.train.head import (
+    HeadConfig,
+    LogitTransform,
+    distribution_kl,
+    logprobs_from_logits,
+    token_logprobs,
+)
 from quintet.train.packing import LossRows, TokenSample, pack, pad
 from quintet.types import QuintetError
 
@@ -50,6 +56,16 @@ class TokenLogprobs:
     logprobs_BT: Tensor
     entropy_BT: Tensor
     rows: int  # tokens that went through the decoder, padding included
+    kl_BT: Tensor | None = None  # of whole distributions, where a reference was given
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """What the reference says of the same N loss tokens: hidden states and the head over them."""
+
+    hidden_ND: Tensor
+    head: nn.Linear
+    direction: str
 
 
 class PolicyForward:
@@ -82,12 +98,31 @@ class PolicyForward:
         self._choose(Layout.SHARED if shared_prompt else Layout.PACKED)
         self._recomputed = _recompute_layers(self._base) if activation_checkpointing else []
 
-    def __call__(self, samples: Sequence[TokenSample]) -> TokenLogprobs:
-        """Log-probabilities and entropies at the loss tokens of B samples. Differentiable under grad mode."""
+    def __call__(self, samples: Sequence[TokenSample], reference: ReferenceRows | None = None) -> TokenLogprobs:
+        """Log-probabilities and entropies at the loss tokens of B samples, and with `reference` the KL of the whole
+        distributions there. Differentiable under grad mode."""
         enabled = self._dtype == torch.bfloat16
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            logprobs_N, entropy_N, loss, rows = self._loss_tokens(samples, self.layout, self._head_config)
-        return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows)
+            if reference is None:
+                logprobs_N, entropy_N, loss, rows = self._loss_tokens(samples, self.layout, self._head_config)
+                return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows)
+            hidden_ND, loss, rows = self.hidden_states(samples)
+            head, config = self.plain_head, self._head_config
+            logprobs_N, entropy_N = token_logprobs(hidden_ND, head, loss.target_N, config)
+            kl_N = distribution_kl(
+                hidden_ND, head, reference.hidden_ND, reference.head, config, direction=reference.direction
+            )
+        return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows, loss.scatter(kl_N))
+
+    @property
+    def plain_head(self) -> nn.Linear:
+        """Raises QuintetError for a model whose logits are no linear map of its hidden states."""
+        if self._head is None:
+            raise QuintetError(
+                f"algorithm.kl full needs a model with a plain output head; {type(self._base).__name__} has none\n"
+                "Use k2 or k3, which need only the sampled token's log-probability"
+            )
+        return self._head
 
     def hidden_states(self, samples: Sequence[TokenSample]) -> tuple[Tensor, LossRows, int]:
         """The decoder's last hidden states [N, D] of the rows that predict the N loss tokens, where these are, and

@@ -7,10 +7,14 @@ besides is one number per row.
 With z = logits after the architecture's own scaling and the temperature T, p = softmax(z):
     log p(y) = z_y - logsumexp(z)          d/dz = 1_y - p
     H = logsumexp(z) - sum p z             d/dz = -p (log p + H)
+and with q the reference's softmax, which has no gradient
+    KL(p || q) = sum p (log p - log q)     d/dz = p (log p - log q - KL)
+    KL(q || p) = sum q (log q - log p)     d/dz = p - q
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,23 +93,96 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_logp_N is None and grad_entropy_N is None:
             return None, None, None, None, None
         config: HeadConfig = ctx.config
-        weight = weight_VD.to(config.dtype)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        d_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        d_weight_VD = torch.zeros_like(weight_VD) if wants_weight else None
-        d_bias_V = torch.zeros_like(bias_V) if wants_bias else None
+        head = _Head(hidden_ND, weight_VD, bias_V, config)
+        gradient = _HeadGradient(head, ctx.needs_input_grad)
         chunks = _chunks(len(target_N), config.chunk_tokens)
         for rows in reversed(chunks):
-            z_CV = kept_CV if rows == chunks[-1] else _logits(hidden_ND[rows], weight, bias_V, config)
+            z_CV = kept_CV if rows == chunks[-1] else head.logits(rows)
             at_rows = _Rows(lse_N, entropy_N, target_N, grad_logp_N, grad_entropy_N).take(rows)
-            dz_CV = _grad_logits(z_CV, at_rows, config).to(config.dtype)
-            if d_hidden_ND is not None:
-                d_hidden_ND[rows] = (dz_CV @ weight).to(d_hidden_ND.dtype)
-            if d_weight_VD is not None:
-                d_weight_VD += dz_CV.t() @ hidden_ND[rows].to(config.dtype)
-            if d_bias_V is not None:
-                d_bias_V += dz_CV.sum(dim=0)
-        return d_hidden_ND, d_weight_VD, d_bias_V, None, None
+            gradient.add(rows, _through_transform(_grad_logits(z_CV, at_rows), z_CV, config))
+        return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None
+
+
+def distribution_kl(
+    hidden_ND: Tensor,
+    head: nn.Linear,
+    ref_hidden_ND: Tensor,
+    ref_head: nn.Linear,
+    config: HeadConfig,
+    *,
+    direction: str,
+) -> Tensor:
+    """KL between each row's whole distribution and the reference's, float32 [N], nats, differentiable in the policy.
+
+    `direction` reverse is KL(policy || reference), forward KL(reference || policy); both at the policy's temperature.
+    """
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        inputs = (hidden_ND, head.weight, head.bias, ref_hidden_ND, ref_head.weight, ref_head.bias)
+        return _ChunkedKl.apply(*inputs, config, direction == "reverse")
+
+
+class _ChunkedKl(torch.autograd.Function):
+    """Hidden [N, D], weight [V, D] and bias [V] | None of the policy and of the reference -> KL [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, config, is_reverse = inputs
+        policy, reference = _Head(*tensors[:3], config), _Head(*tensors[3:], config)
+        kl_N = policy.hidden_ND.new_empty(len(policy.hidden_ND), dtype=torch.float32)
+        for rows in _chunks(len(kl_N), config.chunk_tokens):
+            logp_CV, logq_CV = policy.logits(rows).log_softmax(-1), reference.logits(rows).log_softmax(-1)
+            first, second = (logp_CV, logq_CV) if is_reverse else (logq_CV, logp_CV)
+            kl_N[rows] = torch.linalg.vecdot(first.exp(), first - second)
+        ctx.save_for_backward(*tensors, kl_N)
+        ctx.config, ctx.is_reverse = config, is_reverse
+        return kl_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_N,) = grads
+        *tensors, kl_N = ctx.saved_tensors
+        policy, reference = _Head(*tensors[:3], ctx.config), _Head(*tensors[3:], ctx.config)
+        gradient = _HeadGradient(policy, ctx.needs_input_grad)
+        for rows in _chunks(len(kl_N), ctx.config.chunk_tokens):
+            z_CV = policy.logits(rows)
+            logp_CV, logq_CV = z_CV.log_softmax(-1), reference.logits(rows).log_softmax(-1)
+            p_CV = logp_CV.exp()
+            dz_CV = p_CV * (logp_CV - logq_CV - kl_N[rows, None]) if ctx.is_reverse else p_CV - logq_CV.exp()
+            gradient.add(rows, _through_transform(dz_CV.mul_(grad_N[rows, None]), z_CV, ctx.config))
+        return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None, None, None, None
+
+
+class _Head:
+    """Rows of hidden states and the linear head over them."""
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, config: HeadConfig) -> None:
+        self.hidden_ND, self.bias_V, self.config = hidden_ND, bias_V, config
+        self.weight_VD = weight_VD.to(config.dtype)
+
+    def logits(self, rows: slice) -> Tensor:
+        return _logits(self.hidden_ND[rows], self.weight_VD, self.bias_V, self.config)
+
+
+class _HeadGradient:
+    """Gradients of hidden states, weight and bias, summed over chunks; None where none is wanted."""
+
+    def __init__(self, head: _Head, wanted: Sequence[bool]) -> None:
+        self._head = head
+        weight_VD, bias_V = head.weight_VD, head.bias_V
+        self.hidden_ND = torch.empty_like(head.hidden_ND) if wanted[0] else None
+        self.weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted[1] else None
+        self.bias_V = torch.zeros_like(bias_V) if wanted[2] and bias_V is not None else None
+
+    def add(self, rows: slice, dz_CV: Tensor) -> None:
+        """`dz_CV`: d(loss)/d(hidden @ weight.T + bias) of these rows."""
+        dtype, hidden_ND = self._head.config.dtype, self._head.hidden_ND
+        dz_CV = dz_CV.to(dtype)
+        if self.hidden_ND is not None:
+            self.hidden_ND[rows] = (dz_CV @ self._head.weight_VD).to(self.hidden_ND.dtype)
+        if self.weight_VD is not None:
+            self.weight_VD += dz_CV.t() @ hidden_ND[rows].to(dtype)
+        if self.bias_V is not None:
+            self.bias_V += dz_CV.sum(dim=0)
 
 
 def _chunks(n_rows: int, chunk: int) -> list[slice]:
@@ -139,8 +216,8 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, config:
     return z_CV
 
 
-def _grad_logits(z_CV: Tensor, rows: _Rows, config: HeadConfig) -> Tensor:
-    """d(loss)/d(hidden @ weight.T + bias), float32 [C, V]."""
+def _grad_logits(z_CV: Tensor, rows: _Rows) -> Tensor:
+    """d(loss)/dz, float32 [C, V]."""
     logp_CV = z_CV - rows.lse[:, None]
     weight_CV = torch.zeros_like(rows.lse)[:, None] if rows.grad_logp is None else rows.grad_logp[:, None]
     p_CV = logp_CV.exp()
@@ -149,6 +226,11 @@ def _grad_logits(z_CV: Tensor, rows: _Rows, config: HeadConfig) -> Tensor:
     dz_CV = p_CV.mul_(weight_CV).neg_()
     if rows.grad_logp is not None:
         dz_CV.scatter_add_(1, rows.target[:, None], rows.grad_logp[:, None])
+    return dz_CV
+
+
+def _through_transform(dz_CV: Tensor, z_CV: Tensor, config: HeadConfig) -> Tensor:
+    """d(loss)/dz -> d(loss)/d(hidden @ weight.T + bias), in place."""
     if config.transform.softcap is not None:  # d tanh = 1 - tanh^2, tanh recovered from z
         tanh_CV = z_CV * (config.temperature / config.transform.softcap)
         dz_CV.mul_(1.0 - tanh_CV.square_())

@@ -43,7 +43,8 @@ class OfflineTrainer:
     """A model, its optimizer and an objective. Calls block; one thread at a time.
 
     The frozen reference, where the objective needs one, is the model as it is now (under LoRA its base). A reward
-    model starts from the model's body; `model` then holds the `ValueModel` that is trained. Of `config` the optimizer,
+    model starts from the model's body (under LoRA its adapters and the head are trained); `model` then holds the
+    `ValueModel` that is trained. Of `config` the optimizer,
     schedule and memory options count. `close()` gives the model its own attention back.
     """
 
@@ -65,7 +66,7 @@ class OfflineTrainer:
         self._value_forward: ValueForward | None = None
         self._forward: PolicyForward | None = None
         if algorithm.trains_reward:
-            self.model: nn.Module = ValueModel(model, bias=False)
+            self.model: nn.Module = ValueModel(model, bias=False, keep_adapters=True)
             self._value_forward = ValueForward(self.model, config, dtype)
         else:
             self.model = model
@@ -130,7 +131,8 @@ class OfflineTrainer:
         answers = [row.response_ids, *([row.rejected_ids] if uses_rejected else [])]
         if self._algorithm.trains_reward:
             return [after_last_token(row.prompt_ids, a) for a in answers if a is not None]
-        return [TokenSample(row.prompt_ids, a, [1] * len(a)) for a in answers if a is not None]
+        masks = [row.trained, [1] * len(answers[-1] or ())]
+        return [TokenSample(row.prompt_ids, a, m) for a, m in zip(answers, masks, strict=False) if a is not None]
 
     def _run(self, batch: Sequence[Answered], sums: MetricSums, *, backward: bool) -> float:
         """The loss of a step's rows; with `backward` its gradient is accumulated."""
@@ -139,7 +141,7 @@ class OfflineTrainer:
         totals = StepTotals(
             rows=float(len(units)),
             answers=float(sum(map(len, units))),
-            wanted_tokens=float(sum(len(row.response_ids) for row in batch)),
+            wanted_tokens=float(sum(sum(row.trained) for row in batch)),
             baseline=self._baseline(batch) if cell.name == "kto" else None,
         )
         for run in unit_batches(units, self._config.micro_batch_tokens, self._layout):
@@ -165,7 +167,7 @@ class OfflineTrainer:
         device = total_N.device
         return AnswerScores(
             total_N=total_N,
-            tokens_N=torch.tensor([float(len(s.response_ids)) for s in samples], device=device),
+            tokens_N=torch.tensor([float(sum(s.loss_mask)) for s in samples], device=device),
             desirable_N=torch.tensor([row.desirable and i == 0 for row, i in pairs], device=device),
             margin_N=torch.tensor([row.margin for row, _ in pairs], device=device),
             paired=all(len(unit) == 2 for unit in units),

@@ -12,17 +12,25 @@ from torch import Tensor
 from quintet.algorithms.loss import TokenBatch, policy_objective
 from quintet.algorithms.presets import Algorithm
 from quintet.train.batching import counts, micro_batches, mini_batches, right_padded, token_sample, trainable
+from quintet.train.checkpoint import random_states, restore_random_states
 from quintet.train.config import TrainConfig
 from quintet.train.critic import Critic
-from quintet.train.forward import PolicyForward, TokenLogprobs
+from quintet.train.forward import PolicyForward, ReferenceRows, TokenLogprobs
 from quintet.train.metrics import MetricSums
 from quintet.train.optimizer import Optimizer
-from quintet.types import Experience, ExperienceBatch, Span, TrainMetrics, expand_versions
+from quintet.train.packing import TokenSample
+from quintet.types import Experience, ExperienceBatch, Span, StepAbandoned, TrainMetrics, expand_versions
+
+ReferenceRun = Callable[[Sequence[TokenSample]], ReferenceRows]
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The policy, its optimizer and the algorithm that turns experiences into a loss."""
+    """The policy, its optimizer and the algorithm that turns experiences into a loss.
+
+    `stopping` is asked before every micro-batch up to the first optimizer step: until then the update can be given up
+    without a trace; from then on it is finished.
+    """
 
     forward: PolicyForward
     optimizer: Optimizer
@@ -30,12 +38,25 @@ class PolicyUpdate:
     config: TrainConfig
     on_span: Callable[[Span], None] = lambda span: None
     critic: Critic | None = None
+    stopping: Callable[[], bool] = lambda: False
+    reference: ReferenceRun | None = None  # for a KL of whole distributions in the loss
 
     def run(self, batch: ExperienceBatch) -> TrainMetrics:
         """Update the weights: one optimizer step per mini-batch, none for a batch without a trainable sample.
 
         A critic takes as many steps of its own, on the same mini-batches; while it warms up the policy takes none.
+        Raises StepAbandoned, weights and random states as before, when the run is to stop.
         """
+        before = random_states()  # dropout has drawn from them by the time an update is given up
+        try:
+            return self._run(batch)
+        except StepAbandoned:
+            self.optimizer.zero_grad()
+            restore_random_states(before)
+            raise
+
+    def _run(self, batch: ExperienceBatch) -> TrainMetrics:
+        algorithm = self.algorithm.with_kl_coef(batch.kl_coef)
         start, sums = time.perf_counter(), MetricSums(self.on_span)
         samples = trainable(batch.experiences)
         tokens = sum(sum(e.loss_mask) for e in samples)
@@ -46,6 +67,7 @@ class PolicyUpdate:
         }
         if not samples:
             return TrainMetrics(values | {"actor/no_trainable_sample": 1.0}, optimizer_steps=0)
+        self._give_up_if_stopping()
         self.forward.training_mode()
         self.optimizer.zero_grad()  # an update that raised half-way may have left a part of its gradient
         taken = skipped = rows = 0
@@ -59,7 +81,16 @@ class PolicyUpdate:
                         self.critic.step(mini_batch, sums)
                 if frozen:
                     continue
-                rows += self._gradient(mini_batch, batch.version, sums, first_epoch=epoch == 0, untouched=taken == 0)
+                first = taken + skipped == 0 and self.critic is None
+                rows += self._gradient(
+                    algorithm,
+                    mini_batch,
+                    batch.version,
+                    sums,
+                    first_epoch=epoch == 0,
+                    untouched=taken == 0,
+                    may_give_up=first,
+                )
                 with sums.timed("optimizer", self.forward.device):
                     result = self.optimizer.step()
                 taken, skipped = taken + result.applied, skipped + (not result.applied)
@@ -69,19 +100,35 @@ class PolicyUpdate:
         values["actor/tokens_per_s"] = rows / (time.perf_counter() - start)
         return TrainMetrics(sums.values() | values, optimizer_steps=taken)
 
+    def _give_up_if_stopping(self) -> None:
+        if self.stopping():
+            raise StepAbandoned
+
     def _gradient(
-        self, samples: Sequence[Experience], version: int, sums: MetricSums, *, first_epoch: bool, untouched: bool
+        self,
+        algorithm: Algorithm,
+        samples: Sequence[Experience],
+        version: int,
+        sums: MetricSums,
+        *,
+        first_epoch: bool,
+        untouched: bool,
+        may_give_up: bool,
     ) -> int:
         """Accumulate the gradient of one mini-batch; returns the rows that went through the model."""
         step_counts, step_loss, rows = counts(samples), 0.0, 0
+        samples = self._contributing(samples, sums)
         inputs = [token_sample(e) for e in samples]
         for run in micro_batches(inputs, self.config.micro_batch_tokens, self.forward.layout):
             with sums.timed("forward", self.forward.device):
-                out = self.forward(inputs[run.start : run.stop])
+                part = inputs[run.start : run.stop]
+                out = self.forward(part, None if self.reference is None else self.reference(part))
                 batch = self._token_batch(samples[run.start : run.stop], out, version)
-                loss, stats = policy_objective(self.algorithm, batch, step_counts)
+                loss, stats = policy_objective(algorithm, batch, step_counts)
             with sums.timed("backward", self.forward.device):
                 loss.backward()
+            if may_give_up:
+                self._give_up_if_stopping()
             step_loss += float(loss.detach())
             rows += out.rows
             sums.add(stats)
@@ -90,6 +137,14 @@ class PolicyUpdate:
                 sums.add(mismatch(trainers, batch))
         sums.add_value("actor/loss", step_loss)
         return rows
+
+    def _contributing(self, samples: Sequence[Experience], sums: MetricSums) -> Sequence[Experience]:
+        """The samples that can add to the gradient; one where none can, so that the optimizer sees a gradient of 0."""
+        kept = samples
+        if self.config.skip_zero_advantage and self.algorithm.skips_zero_advantage:
+            kept = [e for e in samples if e.advantages is None or any(e.advantages)] or samples[:1]
+        sums.add_value("actor/skipped_frac", 1.0 - len(kept) / len(samples))
+        return kept
 
     def _token_batch(self, samples: Sequence[Experience], out: TokenLogprobs, version: int) -> TokenBatch:
         """Experiences beside their log-probabilities, right-padded [B, T] float32 on the model's device."""
@@ -104,7 +159,7 @@ class PolicyUpdate:
             "sampler": lambda: column([e.logprobs for e in samples], "logprobs"),
         }[self.config.old]
         entropy = out.entropy_BT if self.algorithm.entropy_coef != 0.0 else out.entropy_BT.detach()
-        needs_ref = self.algorithm.needs_ref
+        needs_ref = self.algorithm.needs_ref and not self.algorithm.needs_full_kl
         return TokenBatch(
             logprobs=out.logprobs_BT,
             old_logprobs=None if old is None else old(),
@@ -115,6 +170,7 @@ class PolicyUpdate:
             entropy=entropy,
             versions_match=column([_matches(e, version) for e in samples], "weight_versions"),
             rewards=torch.tensor([e.reward for e in samples], dtype=torch.float32, device=device),
+            full_kl=out.kl_BT,
         )
 
 

@@ -22,11 +22,15 @@ from quintet.train.packing import TokenSample
 
 
 class ValueModel(nn.Module):
-    """`body`: a causal language model whose output embedding is not used. The head starts at 0: every value is 0."""
+    """`body`: a causal language model whose output embedding is not used. The head starts at 0: every value is 0.
 
-    def __init__(self, policy: nn.Module, *, bias: bool = True) -> None:
+    A policy's LoRA adapters are merged into the body, which is trained whole; or with `keep_adapters` only they are.
+    """
+
+    def __init__(self, policy: nn.Module, *, bias: bool = True, keep_adapters: bool = False) -> None:
         super().__init__()
-        self.body = _plain_copy(policy)
+        body: Any = copy.deepcopy(policy) if keep_adapters and _has_adapters(policy) else plain_copy(policy)
+        self.body = body
         self.head = nn.Linear(self.body.config.get_text_config().hidden_size, 1, bias=bias)
         nn.init.zeros_(self.head.weight)
         if bias:
@@ -75,8 +79,13 @@ def after_last_token(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> 
     return TokenSample(prompt_ids, [*response_ids, 0], [*[0] * len(response_ids), 1])
 
 
-def _plain_copy(model: nn.Module) -> PreTrainedModel:
+def _has_adapters(model: nn.Module) -> bool:
+    return not isinstance(model, PreTrainedModel)
+
+
+def plain_copy(model: nn.Module) -> PreTrainedModel:
+    """A transformers model with LoRA merged, every parameter trainable, in evaluation mode."""
     body: Any = copy.deepcopy(model)
-    if not isinstance(body, PreTrainedModel):
+    if _has_adapters(body):
         body = body.merge_and_unload()
     return body.requires_grad_(True).eval()

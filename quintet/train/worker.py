@@ -25,11 +25,13 @@ from quintet.train import checkpoint
 from quintet.train.batching import micro_batches, token_sample
 from quintet.train.config import TrainConfig
 from quintet.train.critic import Critic
-from quintet.train.forward import PolicyForward
+from quintet.train.forward import PolicyForward, ReferenceRows
+from quintet.train.kl import KlCoefficient
 from quintet.train.optimizer import Optimizer
+from quintet.train.packing import TokenSample
 from quintet.train.update import PolicyUpdate
 from quintet.train.value import ValueModel
-from quintet.types import Experience, ExperienceBatch, QuintetError, Span, TrainMetrics, WeightRef
+from quintet.types import Experience, ExperienceBatch, QuintetError, Span, StepAbandoned, TrainMetrics, WeightRef
 
 T = TypeVar("T")
 
@@ -47,7 +49,8 @@ class LocalTrainWorker:
     optimizer steps. The frozen reference, where the algorithm needs one, is `ref_model`; without it the
     base under the adapters (LoRA), or a copy of `model` as it is now; a critic, where the algorithm has one, starts
     from a copy too. `dtype` bfloat16 means autocast over float32 weights. `on_span` is told of each forward, backward
-    and optimizer step, from the worker's thread. Raises `QuintetError` for options that cannot go together.
+    and optimizer step, from the worker's thread. Once `stopping()` is true, work that has changed no weight yet ends
+    after the micro-batch in progress, with StepAbandoned. Raises `QuintetError` for options that cannot go together.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class LocalTrainWorker:
         ref_model: nn.Module | None = None,
         seed: int = 0,
         on_span: Callable[[Span], None] = lambda span: None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         if (message := config.conflict()) is not None:
             raise QuintetError(message)
@@ -92,8 +96,15 @@ class LocalTrainWorker:
         optimizer_steps = total_steps * config.epochs * config.mini_batches
         optimizer = Optimizer(model, config, optimizer_steps)
         self._critic = None if value_model is None else Critic.of(value_model, config, optimizer_steps, dtype)
-        self._state = checkpoint.TrainState(model, optimizer, self._reference, self._critic)
-        self._update = PolicyUpdate(self._forward, optimizer, algorithm, config, on_span, self._critic)
+        self._kl = KlCoefficient.of(algorithm)
+        self._state = checkpoint.TrainState(model, optimizer, self._reference, self._critic, self._kl)
+        reference = self._reference_rows if algorithm.needs_full_kl and algorithm.kl_in_loss else None
+        if algorithm.needs_full_kl:
+            _ = self._ref_forward.plain_head  # refuses a model that has none
+        self._update = PolicyUpdate(
+            self._forward, optimizer, algorithm, config, on_span, self._critic, stopping, reference
+        )
+        self._stopping = stopping
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="train-worker",
@@ -110,8 +121,13 @@ class LocalTrainWorker:
         """Of each sample's response tokens under the weights as they are; 0.0 on tokens that are not trained."""
         return await self._in_thread(lambda: self._logprobs(self._forward, samples))
 
+    async def full_kl(self, samples: Sequence[Experience]) -> list[list[float]]:
+        """Of each sample's response tokens, between the policy's whole distribution and the reference's (a row with
+        that KL only); 0.0 on tokens that are not trained."""
+        return await self._in_thread(lambda: self._full_kl(samples))
+
     async def update(self, batch: ExperienceBatch) -> TrainMetrics:
-        return await self._in_thread(lambda: self._update.run(batch))
+        return await self._in_thread(lambda: self._run_update(batch))
 
     async def publish(self, version: int) -> WeightRef:
         """Publish the weights under the model's plain names, LoRA merged."""
@@ -149,7 +165,11 @@ class LocalTrainWorker:
 
     def _prepare(self, batch: ExperienceBatch) -> ExperienceBatch:
         scored = [e for e in batch.experiences if e.reward is not None]
-        if self._algorithm.needs_ref:
+        batch.kl_coef = None if self._kl is None else self._kl.value
+        if self._algorithm.needs_full_kl and not self._algorithm.kl_in_loss:
+            for sample, kl in zip(scored, self._full_kl(scored), strict=True):
+                sample.full_kl = kl
+        elif self._algorithm.needs_ref and not self._algorithm.needs_full_kl:
             for sample, logprobs in zip(scored, self._reference_logprobs(scored), strict=True):
                 sample.ref_logprobs = logprobs
         if self._config.old == "trainer":
@@ -159,23 +179,56 @@ class LocalTrainWorker:
             self._critic.fill_values(scored, bootstrap=self._algorithm.needs_bootstrap)
         return batch
 
-    def _reference_logprobs(self, samples: Sequence[Experience]) -> list[list[float]]:
+    def _run_update(self, batch: ExperienceBatch) -> TrainMetrics:
+        trained = self._update.run(batch)
+        if self._kl is not None:
+            self._kl.adapt(batch.metrics | trained.values, int(trained.values["actor/samples"]))
+            trained.values["kl/coef"] = self._kl.value
+        return trained
+
+    def _adapters_off(self) -> AbstractContextManager[Any]:
+        """The reference where it has no model of its own: LoRA's base."""
         model: Any = self.model
-        adapters_off: AbstractContextManager[Any] = nullcontext()
-        if self._reference is None:
-            adapters_off = model.disable_adapter()
-        with adapters_off:
+        return model.disable_adapter() if self._reference is None else nullcontext()
+
+    def _reference_logprobs(self, samples: Sequence[Experience]) -> list[list[float]]:
+        with self._adapters_off():
             return self._logprobs(self._ref_forward, samples)
 
     @torch.no_grad()
+    def _reference_rows(self, samples: Sequence[TokenSample]) -> ReferenceRows:
+        assert self._algorithm.kl is not None
+        with self._adapters_off():
+            hidden_ND, _, _ = self._ref_forward.hidden_states(samples)
+        return ReferenceRows(hidden_ND, self._ref_forward.plain_head, self._algorithm.kl.params["direction"])
+
+    def _full_kl(self, samples: Sequence[Experience]) -> list[list[float]]:
+        def kl_of(inputs: Sequence[TokenSample]) -> Tensor:
+            kl_BT = self._forward(inputs, self._reference_rows(inputs)).kl_BT
+            assert kl_BT is not None
+            return kl_BT
+
+        return self._per_token(self._forward, samples, kl_of)
+
     def _logprobs(self, forward: PolicyForward, samples: Sequence[Experience]) -> list[list[float]]:
+        return self._per_token(forward, samples, lambda inputs: forward(inputs).logprobs_BT)
+
+    @torch.no_grad()
+    def _per_token(
+        self,
+        forward: PolicyForward,
+        samples: Sequence[Experience],
+        compute: Callable[[Sequence[TokenSample]], Tensor],
+    ) -> list[list[float]]:
         """One list per sample, as long as its response; a sample without loss tokens costs no forward."""
         forward.model.eval()
         out = [[0.0] * len(e.response_ids) for e in samples]
         wanted = [i for i, e in enumerate(samples) if any(e.loss_mask)]
         inputs = [token_sample(samples[i]) for i in wanted]
         for run in micro_batches(inputs, self._config.micro_batch_tokens, forward.layout):
-            rows = forward(inputs[run.start : run.stop]).logprobs_BT.tolist()
+            if self._stopping():
+                raise StepAbandoned
+            rows = compute(inputs[run.start : run.stop]).tolist()
             for n, row in zip(run, rows, strict=True):
                 out[wanted[n]] = row[: len(inputs[n].response_ids)]
         return out

@@ -11,7 +11,7 @@ import torch
 from quintet.algorithms import correction, preference
 from quintet.algorithms.config import AlgorithmConfig
 from quintet.algorithms.filters import check_overlong_buffer, group_verdict, overlong_penalty, shape_samples
-from quintet.algorithms.kl import full_kl, kl_estimate
+from quintet.algorithms.kl import adapted_coef, full_kl, kl_estimate
 from quintet.algorithms.logprobs import entropy, kept_tokens, token_logprobs
 from quintet.algorithms.policy_loss import LossInput, bernoulli_kl, bounded_log_ratio, highest_entropy
 from quintet.algorithms.presets import Algorithm, resolve
@@ -84,6 +84,14 @@ def test_expected_gradients_of_the_estimators_are_the_divergences_on_policy() ->
     forward = torch.autograd.grad(full_kl(logits, ref_logits, "forward"), logits)[0]
     assert torch.allclose(gradient("k2"), reverse) and torch.allclose(gradient("k3"), forward)
     assert gradient("k1").abs().max() < 1e-12 < reverse.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"), [(0.11, 0.5 * (1 + 0.1 * 64 / 1000)), (9.0, 0.5 * (1 + 0.2 * 64 / 1000)), (0.0, 0.4936)]
+)
+def test_the_adaptive_coefficient_moves_by_a_fifth_of_samples_over_horizon_at_most(kl: float, expected: float) -> None:
+    assert adapted_coef(0.5, kl, target=0.1, horizon=1000, samples=64) == pytest.approx(expected)
+    assert adapted_coef(0.5, 0.1, target=0.1, horizon=1000, samples=64) == 0.5
 
 
 def test_the_bound_keeps_k3_finite() -> None:

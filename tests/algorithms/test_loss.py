@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintet.algorithms.aggregate import aggregate, count
+from quintet.algorithms.cells import POLICY_LOSSES
 from quintet.algorithms.config import AlgorithmConfig
 from quintet.algorithms.loss import Counts, TokenBatch, policy_objective
 from quintet.algorithms.presets import PRESETS, Algorithm, resolve
@@ -22,11 +23,20 @@ from quintet.types import QuintetError
 ROWS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
     "kl_k3": {"kl": {"name": "k3", "coef": 0.1}, "entropy_coef": 0.01},
+    "kl_k2": {"kl": {"name": "k2", "coef": 0.1, "clamp": 10.0}},
+    "kl_k1_straight_through": {"kl": {"name": "k1", "coef": 0.1, "placement": "loss", "gradient": "k2"}},
+    "kl_abs": {"kl": {"name": "abs", "coef": 0.1}},
+    "kl_full": {"kl": {"name": "full", "coef": 0.1}},
+    "loss_dro": {"policy_loss": "dro"},
+    "loss_topr_token": {"policy_loss": {"name": "topr", "level": "token"}},
+    "loss_dual_clip": {"policy_loss": {"name": "ppo", "dual_clip": 3.0}},
+    "mean_token_sum": {"aggregation": "token-sum"},
     "kl_weighted": {"kl": {"name": "k3", "coef": 0.1, "importance_weight": True}},
     "correction_tis": {"correction": {"name": "tis", "level": "sequence"}},
     "correction_icepop": {"correction": {"name": "icepop", "low": 0.8, "high": 1.2}},
     "correction_mis": {"correction": {"name": "mis", "level": "geometric", "high": 1.05}},
     "correction_reject": {"correction": {"name": "reject", "metric": "k3", "reduce": "mean", "high": 0.05}},
+    "correction_reject_token": {"correction": {"name": "reject", "high": 1.2, "low": 0.8, "weight": "token"}},
     "correction_opsm": {"correction": {"name": "opsm", "delta": 0.0}},
     "flash_selected": {"preset": "flash_reinforce", "policy_loss": {"entropy_keep": 0.5, "delta": 0.05}},
 }
@@ -56,6 +66,7 @@ def random_batch(seed: int, rows: int = 6, width: int = 7) -> TokenBatch:
         ref_logprobs=(logprobs + noise(0.3)).clamp(max=-1e-3),
         entropy=torch.rand(rows, width, generator=g, dtype=torch.float64),
         rewards=torch.randint(0, 2, (rows,), generator=g).double(),
+        full_kl=noise(0.3).abs(),
     )
 
 
@@ -120,6 +131,25 @@ def test_micro_batches_add_up_to_the_whole_step(name: str, seed: int, cuts: set[
 
 
 @pytest.mark.parametrize("name", ROWS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**31), rank_of=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_ranks_that_divide_by_the_global_counts_add_up_to_the_whole_step(
+    name: str, seed: int, rank_of: list[int]
+) -> None:
+    """Any samples on any of three ranks, each rank's in micro-batches of two: gradients are summed over ranks."""
+    row, batch = algorithm(**ROWS[name]), random_batch(seed)
+    counts = count(batch.mask)
+    loss, grad = evaluate(row, batch, counts)
+    total, found = torch.zeros((), dtype=loss.dtype), torch.zeros_like(grad)
+    for rank in range(3):
+        mine = [i for i, owner in enumerate(rank_of) if owner == rank]
+        for rows in (mine[i : i + 2] for i in range(0, len(mine), 2)):
+            share, part = evaluate(row, changed(batch, lambda t, rows=rows: t[rows]), counts)
+            total, found[rows] = total + share, part
+    assert close(loss, total) and close(grad, found)
+
+
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("bad", [500.0, -500.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_masked_token_contributes_exactly_nothing(name: str, bad: float, dtype: torch.dtype) -> None:
@@ -145,10 +175,12 @@ def test_a_batch_without_loss_tokens_is_exactly_zero(name: str) -> None:
     assert loss.item() == 0.0 and torch.equal(grad, torch.zeros_like(grad))
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "gmpo", "sapo", "topr", "dppo_tv", "reinforce", "vespo"])
-def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    row, batch = algorithm(preset=name, aggregation="token-mean"), random_batch(5)
-    batch.old_logprobs = None
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_on_policy_every_loss_has_the_policy_gradient(name: str, seed: int) -> None:
+    row, batch = algorithm(policy_loss=name, aggregation="token-mean"), random_batch(seed)
+    batch.old_logprobs, batch.sampler_logprobs = None, batch.logprobs.clone()
     _, grad = evaluate(row, batch, count(batch.mask))
     assert torch.allclose(grad, -batch.advantages * batch.mask / batch.mask.sum(), rtol=1e-9, atol=1e-12)
 
@@ -239,6 +271,8 @@ def test_missing_tensors_are_named() -> None:
     counts = count(batch.mask)
     with pytest.raises(ValueError, match="ref_logprobs"):
         policy_objective(algorithm(kl="k3"), replace(batch, ref_logprobs=None), counts)
+    with pytest.raises(ValueError, match="full_kl"):
+        policy_objective(algorithm(kl="full"), replace(batch, full_kl=None), counts)
     with pytest.raises(ValueError, match="entropy"):
         policy_objective(algorithm(entropy_coef=0.1), replace(batch, entropy=None), counts)
     with pytest.raises(ValueError, match="rewards"):

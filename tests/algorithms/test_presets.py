@@ -144,10 +144,10 @@ def test_catalogue_and_functions_have_the_same_names_and_parameters() -> None:
     for name, spec in cells.POLICY_LOSSES.items():
         parameters = set(inspect.signature(policy_loss.POLICY_LOSSES[name]).parameters) - {"x"}
         assert parameters == set(spec.params), name
-    in_reward_only = {"coef", "placement", "importance_weight"}
-    accepted = set(inspect.signature(kl.kl_estimate).parameters)
-    for spec in cells.KLS.values():
-        assert set(spec.params) - in_reward_only <= accepted
+    of_the_term = {"coef", "placement", "importance_weight", "target", "horizon"}
+    for name, spec in cells.KLS.items():
+        function = kl.full_kl if name == "full" else kl.kl_estimate
+        assert set(spec.params) - of_the_term <= set(inspect.signature(function).parameters)
     assert set(cells.CORRECTIONS["reject"].params) - {"weight"} <= set(
         inspect.signature(correction.rejection_mask).parameters
     )

@@ -16,6 +16,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
 SMALL = [
     *("--steps", "2", "--offline-steps", "2", "--groups", "4", "--group-size", "4", "--warm-start-steps", "3"),
     *("--set", "model.tiny.hidden_size=32", "--set", "model.tiny.intermediate_size=64", "--set", "model.tiny.layers=2"),
+    *("--jobs", "1"),
     *("--set", "warm_start.batch_size=16", "--set", "data.args.max=19", "--set", "data.eval_size=20"),
 ]
 

@@ -154,3 +154,54 @@ def test_batches_are_a_function_of_their_number() -> None:
     assert [e.prompt_ids[0] for e in BatchSampler(examples, 2, seed=3, shuffle=True, epochs=2).batch(3)] == drawn[3]
     in_order = BatchSampler(examples, 2, seed=3, shuffle=False, epochs=None)
     assert [e.prompt_ids[0] for e in in_order.batch(2)] == [4, 0]
+
+
+def chat(messages: list[dict[str, Any]] | None, text: str | None) -> list[int]:
+    """A template with the prefix property: role letter, content, END; then the answer's role letter."""
+    assert messages is not None
+    turns = [i for m in messages for i in [ord(m["role"][0]), *ids(m["content"]), END]]
+    return [*turns, ord("a")]
+
+
+TALK = [user("q"), assistant("x"), user("r"), assistant("yz")]
+
+
+def test_every_assistant_message_is_trained_in_one_sequence() -> None:
+    encoder = AnswerEncoder(chat, ENCODER.answer, 20, 40, every_turn=True)
+    (row,), skipped = build_answered(as_rows("data", [{"messages": TALK}]), config("data"), Form.SUPERVISED, encoder)
+    assert skipped == [] and isinstance(row, Answered)
+    assert list(row.prompt_ids) == [*ids("uq"), END, ord("a")]
+    assert list(row.response_ids) == [*ids("x"), END, *ids("ur"), END, ord("a"), *ids("yz"), END]
+    assert list(row.trained) == [1, 1, 0, 0, 0, 0, 1, 1, 1]
+    last = AnswerEncoder(chat, ENCODER.answer, 20, 40)
+    (row,), _ = build_answered(as_rows("data", [{"messages": TALK}]), config("data"), Form.SUPERVISED, last)
+    assert list(row.response_ids) == [*ids("yz"), END] and list(row.trained) == [1, 1, 1]
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_the_row_out() -> None:
+    def forgetful(messages: list[dict[str, Any]] | None, text: str | None) -> list[int]:
+        assert messages is not None
+        return chat([m for m in messages if m["role"] == "user"], text)
+
+    encoder = AnswerEncoder(forgetful, ENCODER.answer, 20, 40, every_turn=True)
+    with pytest.raises(QuintetError, match="writes earlier turns differently"):
+        build_answered(as_rows("data", [{"messages": TALK}]), config("data"), Form.SUPERVISED, encoder)
+
+
+def test_every_turn_of_data_without_conversations_is_refused() -> None:
+    encoder = AnswerEncoder(encode, ENCODER.answer, 20, 40, every_turn=True)
+    with pytest.raises(QuintetError, match="train_on all has no effect"):
+        build_answered(as_rows("data", [{"prompt": "q", "completion": "x"}]), config("data"), Form.SUPERVISED, encoder)
+
+
+def test_malformed_answers_are_a_share_and_nothing_else_changes() -> None:
+    args = {"max": 9, "wrong": 3, "answer_digits": 2, "template": "{a}+{b}="}
+    plain, mixed = (
+        [row.values for row in task_rows("sums_pairs", args | extra, 0)] for extra in ({}, {"malformed": 0.5})
+    )
+    assert {len(row["rejected"]) for row in plain} == {2}
+    bad = [row["rejected"] for row in mixed if len(row["rejected"]) != 2]
+    assert 0.4 < len(bad) / len(mixed) < 0.6 and {len(text) for text in bad} == {1, 3, 4}
+    assert all(row["chosen"] == row["answer"] for row in mixed)
+    with pytest.raises(QuintetError, match="is no share"):
+        task_rows("sums_pairs", args | {"malformed": 2.0}, 0)

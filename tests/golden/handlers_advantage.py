@@ -10,7 +10,7 @@ from torch import Tensor
 from quintet.algorithms import estimators as est
 from quintet.algorithms.advantage import at_last_token
 
-from .runner import Handler, NotOfferedError, tensor
+from .runner import Handler, NotOfferedError, choose, tensor
 
 STD = {None: "none", 0: "population", 1: "sample"}
 SINGLETON = {"formula": "zero", "zero": "zero", "mean_std1": "zero", "mean0_std1": "raw", "mean0": "raw", "raw": "raw"}
@@ -25,12 +25,12 @@ def _singleton(p: dict[str, Any], group: Tensor) -> str:
     single = bool((torch.bincount(group) == 1).any())
     if single and (name == "nan" or (name == "formula" and p.get("ddof") == 1)):
         raise NotOfferedError("NaN for a group of one: quintet gives 0")
-    return SINGLETON.get(name, "zero")
+    return choose(SINGLETON, name, "a group of one:") if single else "zero"
 
 
 def _grpo(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     rewards, group = _groups(i)
-    std, singleton = STD[p["ddof"]], _singleton(p, group)
+    std, singleton = choose(STD, p["ddof"], "ddof"), _singleton(p, group)
     return {"advantages": est.group_normalised(rewards, group, std=std, eps=p["eps"], singleton=singleton)}
 
 

@@ -15,7 +15,7 @@ from quintet.algorithms.kl import full_kl, kl_estimate
 from quintet.algorithms.logprobs import token_logprobs
 from quintet.algorithms.policy_loss import LossInput, LossTerms, bounded_log_ratio, sequence_mean
 
-from .runner import Handler, NotOfferedError, tensor
+from .runner import Handler, NotOfferedError, choose, tensor
 
 AGGREGATIONS = {
     "token-mean": "token-mean",
@@ -30,9 +30,7 @@ AGGREGATIONS = {
 
 
 def aggregation(p: dict[str, Any]) -> dict[str, Any]:
-    if p["agg"] not in AGGREGATIONS:
-        raise NotOfferedError(f"aggregation {p['agg']}")
-    mode = AGGREGATIONS[p["agg"]]
+    mode = choose(AGGREGATIONS, p["agg"], "aggregation")
     extra = {"length_eps": p.get("len_eps", 0.0)} if mode == "seq-mean-token-mean" else {}
     return {"mode": mode, **extra}
 
@@ -170,12 +168,14 @@ CLAMPS: dict[str | None, dict[str, Any]] = {
     "verl": {"bound": 20.0, "clamp": 10.0},
     "out10": {"clamp": 10.0},
 }
+ESTIMATORS = {name: name for name in ("k1", "k2", "k3", "abs")}
 KL_NAMES = {"low_var_kl": "k3", "kl": "k1", "mse": "k2"}
 
 
 def _kl(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     logp, ref = tensor(i["logp"]).requires_grad_(), tensor(i["ref_logp"])
-    value = kl_estimate(p["kind"], logp, ref, **CLAMPS[p["clamp"]], gradient=p.get("st", "own"))
+    kind, clamps = choose(ESTIMATORS, p["kind"], "KL estimator"), choose(CLAMPS, p["clamp"], "KL clamp")
+    value = kl_estimate(kind, logp, ref, **clamps, gradient=p.get("st") or "own")
     value.sum().backward()
     return {"kl": value, "grad": logp.grad}
 
@@ -198,7 +198,7 @@ def _ppo_with_kl(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
 def _kl_loss(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     logp, ref, mask = tensor(i["logp"]).requires_grad_(), tensor(i["ref_logp"]), tensor(i["mask"])
     kind = p["kind"].removesuffix("+")
-    name = KL_NAMES.get(kind, kind)
+    name = choose(ESTIMATORS | KL_NAMES, kind, "KL estimator")
     gradient = "k2" if p["kind"].endswith("+") else "own"
     clamps = CLAMPS["verl"] if name == "k3" else {}
     value = kl_estimate(name, logp, ref, gradient=gradient, **clamps)

@@ -157,6 +157,8 @@ def _overlong(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
 
 def _filter(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     cell: dict[str, Any] = {"name": "mean_range", "low": p.get("lo"), "high": p.get("hi")}
+    if p["mode"] not in ("std", "range"):
+        raise NotOfferedError(f"group filter {p['mode']}")
     if p["mode"] == "std":
         cell = {"name": "dynamic_sampling", "min_std": p["thr"]}
     algorithm = resolve(AlgorithmConfig(filters=[cell]))

@@ -66,6 +66,8 @@ def _reject(p: dict[str, Any], i: dict[str, Any]) -> dict[str, Any]:
     keep = mask > 0
     for option, threshold in zip(p["options"].split(","), p["thr"].split(","), strict=True):
         *_, reduce, metric = option.split("_")
+        if reduce not in ("token", "mean", "sum", "max") or metric not in ("k1", "k2", "k3"):
+            raise NotOfferedError(f"rejection {option}")
         keep &= cor.rejection_mask(log_ratio, mask, reduce=reduce, **_bounds(metric, threshold))
     return {"mask": keep, "masked_fraction": 1 - keep.sum() / mask.sum()}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Handler = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 WRONG_ON_PURPOSE = {"naive_mean_of_means", "naive_grad"}  # recorded in the data as what must not come out
@@ -18,6 +19,13 @@ WRONG_ON_PURPOSE = {"naive_mean_of_means", "naive_grad"}  # recorded in the data
 
 class NotOfferedError(Exception):
     """quintet does not compute this on purpose; the message says why."""
+
+
+def choose(table: Mapping[Any, T], key: Any, what: str) -> T:
+    """`table[key]`; a variant that the table does not know is not offered."""
+    if key not in table:
+        raise NotOfferedError(f"{what} {key}")
+    return table[key]
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,21 @@ def excess(a: float, b: float, tolerance: float) -> float:
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) / (tolerance * (1 + abs(b)))
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else math.inf
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: of each file the cases, those used, those that fail, and what is left out and why."""
+    lines = ["| file | cases | used | standard used | left out, and why |", "|---|---|---|---|---|"]
+    for file in dict.fromkeys(r.file for r in results):
+        rows = [r for r in results if r.file == file]
+        standard = [r for r in rows if r.standard]
+        out = "; ".join(f"`{r.name}`: {r.not_offered}" for r in rows if not r.used)
+        share = f"{sum(r.used for r in standard)} of {len(standard)}"
+        lines.append(f"| {file} | {len(rows)} | {sum(r.used for r in rows)} | {share} | {out} |")
+    standard = [r for r in results if r.standard]
+    used = sum(r.used for r in standard)
+    share = f"{used} of {len(standard)} ({used / max(len(standard), 1):.1%})"
+    return "\n".join([*lines, f"| all | {len(results)} | {sum(r.used for r in results)} | {share} | |"])
 
 
 def summary(results: list[Result]) -> str:

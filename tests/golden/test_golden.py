@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .runner import WRONG_ON_PURPOSE, run_case, run_folder, summary
+from .runner import WRONG_ON_PURPOSE, run_case, run_folder, summary, table
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = REPOSITORY / "tests" / "data" / "golden"
@@ -34,6 +34,34 @@ def test_what_is_not_offered_is_named_in_the_summary() -> None:
     assert lines[-1] == "279 passed, 0 failed, 14 not offered"
     assert sum(line.startswith("not offered") for line in lines) == 14
     assert any("cispo_torchrl_BUG" in line for line in lines)
+
+
+def test_the_table_counts_each_file_and_names_what_is_left_out() -> None:
+    lines = table(run_folder(DATA)).splitlines()
+    assert len(lines) == 2 + len(list(DATA.glob("*.json"))) + 1
+    assert lines[-1] == "| all | 293 | 279 | 258 of 258 (100.0%) | |"
+    (policy,) = (line for line in lines if line.startswith("| policy_losses.json"))
+    assert policy.startswith("| policy_losses.json | 46 | 44 | 36 of 36 |") and "cispo_torchrl_BUG" in policy
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "change"),
+    [
+        ("kl.json", "kl", {"kind": "k4"}),
+        ("kl.json", "kl", {"clamp": "nobody"}),
+        ("advantages.json", "grpo", {"ddof": 2}),
+        ("aggregation.json", "agg", {"agg": "median"}),
+        ("policy_losses.json", "policy", {"kind": "nobody"}),
+        ("preference.json", "dpo", {"kind": "nobody"}),
+        ("offpolicy.json", "reject", {"options": "seq_median_k3", "thr": "0.1"}),
+        ("shaping.json", "filter", {"mode": "nobody"}),
+    ],
+)
+def test_a_variant_that_nobody_knows_is_not_offered_rather_than_failed(
+    file: str, name: str, change: dict[str, Any]
+) -> None:
+    case = next(c for c in json.loads((DATA / file).read_text()) if c["fn"] == name)
+    assert not run_case(case | {"params": case["params"] | change}, file).used
 
 
 def perturbed(value: Any) -> Any:

@@ -111,11 +111,36 @@ def test_pass_at_n_is_drawn_for_the_n_that_was_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_folder_has_a_report_too(tmp_path: Path) -> None:
+def test_a_run_that_has_written_nothing_yet_has_a_report_too(tmp_path: Path) -> None:
+    save(RunConfig(name="young"), tmp_path / "config.yaml")
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "No training step has been recorded" in page.text and "No rollouts were kept" in page.text
     with pytest.raises(QuintetError, match="no run folder"):
         write_report(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("notes.txt", "mine", "holds no run"),
+        ("summary.json", '{"steps": ', "summary.json cannot be read"),
+        ("summary.json", "[1]", "holds no summary"),
+        ("metrics.jsonl", '{"step": 1}\n{"st\n', "metrics.jsonl:2 is damaged"),
+        ("metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl:1 is no line of this file"),
+        ("config.yaml", "steps: [1", "config.yaml is damaged"),
+        ("config.yaml", "- 1", "config.yaml is no recipe"),
+    ],
+)
+def test_what_is_no_run_or_is_damaged_is_said_in_one_sentence(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    if name != "notes.txt":
+        (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(QuintetError, match=said) as caught:
+        write_report(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_run_of_no_steps_says_that_it_is_not_finished(tmp_path: Path) -> None:

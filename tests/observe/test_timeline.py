@@ -12,6 +12,7 @@ from quintet.observe.metrics import read_metrics
 from quintet.observe.timeline import PARTS, Timeline
 from quintet.types import Span
 from tests.observe.test_trace import events
+from tests.small_recipe import small
 
 WAIT = Span("controller", "wait", 0.0, 10.0)
 TRAINED = {"time/forward_s": 2.0, "time/backward_s": 3.0, "time/optimizer_s": 0.5}
@@ -94,16 +95,7 @@ def test_every_span_goes_on_to_the_trace_and_a_block_is_measured_though_it_fails
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_whole_run_tells_where_its_time_went_and_its_trace_holds_every_kind_of_bar(tmp_path: Path, eta: int) -> None:
-    tiny = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "max_position": 32}
-    config = {
-        "name": "small",
-        "steps": 4,
-        "model": {"name": "builtin:tiny", "tiny": tiny},
-        "algorithm": {"max_staleness": eta},
-        "data": {"source": "task:sums", "args": {"max": 9, "template": "{a}+{b}="}, "eval_size": 10},
-        "rollout": {"groups_per_step": 4, "group_size": 4, "max_tokens": 3},
-        "reward": {"functions": [{"fn": "exact"}]},
-    }
+    config = small(steps=4, algorithm={"max_staleness": eta}, data={"eval_size": 10})
     folder = quintet.train(config, reward=first_letter, out=tmp_path / "run").folder
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == 4

@@ -74,6 +74,22 @@ def test_rewards_are_the_trained_heads_at_the_last_token(
         assert [s.reward for s in found] == [s.parts["model"] for s in found]
 
 
+def test_a_response_without_its_end_loses_the_penalty(reward_model: tuple[ValueModel, Tokenizer, str]) -> None:
+    model, tokenizer, path = reward_model
+    graded = service(path, missing_end_penalty=2.5)
+    cut, whole = (
+        asyncio.run(graded.score([group("1+2=", tokenizer, finish)]))[0]
+        for finish in (FinishReason.LENGTH, FinishReason.STOP)
+    )
+    graded.close()
+    assert [s.reward for s in cut] == pytest.approx(
+        [value - 2.5 for value in expected(model, tokenizer, "1+2=", False)], abs=1e-4
+    )
+    assert [s.reward for s in whole] == pytest.approx(expected(model, tokenizer, "1+2=", True), abs=1e-4)
+    with pytest.raises(QuintetError, match="missing_end_penalty -1"):
+        service(path, missing_end_penalty=-1)
+
+
 def test_it_runs_on_a_thread_of_its_own(
     reward_model: tuple[ValueModel, Tokenizer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.rollout.engine.numerics import ReproducibleKernels, check_row_invariance, reproducible_kernels
+from quintet.rollout.engine.numerics import ReproducibleKernels, reproducible_kernels, settle_row_counts
 from quintet.types import QuintetError, SamplingParams
 from tests.rollout.small_models import (
     finish,
@@ -61,13 +61,26 @@ def test_a_recomputed_sequence_goes_on_with_the_same_bits():
     assert ids_and_bits(finish(engine)) == expected
 
 
-def test_the_row_invariance_check_accepts_these_kernels_and_refuses_broken_ones():
+def test_only_row_counts_that_agree_are_used_and_kernels_that_never_do_are_refused():
     weights = [torch.randn(24, 40), torch.randn(72, 16)]
-    check_row_invariance(ReproducibleKernels(16), weights, head_dim=16)
+    settle_row_counts(ReproducibleKernels(16), weights, head_dim=16)
+
+    class AnotherOrderBelow64(ReproducibleKernels):
+        def linear(self, x_TK, weight_NK, bias_N):
+            small = self.row_counts[0] < 64
+            return super().linear(x_TK, weight_NK, bias_N) + (1e-3 if small else 0.0)
+
+    class OneCountOnly(ReproducibleKernels):
+        def linear(self, x_TK, weight_NK, bias_N):
+            return super().linear(x_TK, weight_NK, bias_N) + 1e-3 * self.row_counts[0]
+
+    for kernels, expected in ((AnotherOrderBelow64(16), (32, 16, 8)), (OneCountOnly(16), (8,))):
+        settle_row_counts(kernels, weights, head_dim=16)
+        assert set(kernels.row_counts) <= set(expected) and kernels.row_tile == kernels.row_counts[-1]
 
     class LeakyLinear(ReproducibleKernels):
         def linear(self, x_TK, weight_NK, bias_N):
-            return super().linear(x_TK, weight_NK, bias_N) + 1e-6 * x_TK.shape[0]
+            return super().linear(x_TK, weight_NK, bias_N) + 1e-3 * torch.arange(len(x_TK))[:, None]
 
     class LeakyAttention(ReproducibleKernels):
         def attend(self, q_NRD, k_NSD, v_NSD, bias):
@@ -77,9 +90,21 @@ def test_the_row_invariance_check_accepts_these_kernels_and_refuses_broken_ones(
         def gated(self, gate_up_TI):
             return super().gated(gate_up_TI) + 1e-6 * gate_up_TI.shape[0]
 
-    for kernels, named in ((LeakyLinear, "matrix product"), (LeakyAttention, "attention"), (LeakySilu, "exp")):
+    for leaky, named in ((LeakyLinear, "matrix product"), (LeakyAttention, "attention"), (LeakySilu, "exp")):
         with pytest.raises(QuintetError, match=f"cannot be kept here: (the )?{named}"):
-            check_row_invariance(kernels(16), weights, head_dim=16)
+            settle_row_counts(leaky(16), weights, head_dim=16)
+
+
+def test_a_matrix_product_has_one_of_the_settled_numbers_of_rows(monkeypatch):
+    kernels, seen = ReproducibleKernels(16), []
+    kernels.row_counts = (64, 16)
+    plain = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(len(x)) or plain(x, *rest))
+    x, weight = torch.randn(176, 8), torch.randn(4, 8)
+    torch.testing.assert_close(kernels.linear(x, weight, None), x @ weight.T)
+    assert seen == [64, 64, 16, 16, 16]
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kernels.linear(x[:40], weight, None)
 
 
 def test_reproducible_attention_equals_torchs_to_rounding():

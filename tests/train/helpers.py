@@ -107,7 +107,11 @@ def f32(value: float) -> float:
 
 def make_worker(model: torch.nn.Module, algorithm: dict[str, Any] | None = None, **options: Any) -> LocalTrainWorker:
     """A worker on `model`; `options` beside the constructor's own are those of `TrainConfig`."""
-    own = {k: options.pop(k) for k in ("temperature", "total_steps", "store", "ref_model", "dtype") if k in options}
+    own = {
+        k: options.pop(k)
+        for k in ("temperature", "total_steps", "store", "ref_model", "dtype", "stopping")
+        if k in options
+    }
     return LocalTrainWorker(
         model,
         tokenizer=load_tokenizer(ModelConfig()),

@@ -21,7 +21,7 @@ from quintet.protocols import TrainWorker
 from quintet.train.batching import token_sample
 from quintet.train.config import TrainConfig
 from quintet.train.worker import LocalTrainWorker
-from quintet.types import Experience, ExperienceBatch, QuintetError, TrainMetrics, VersionRun
+from quintet.types import Experience, ExperienceBatch, QuintetError, StepAbandoned, TrainMetrics, VersionRun
 from quintet.weights import open_weights
 from quintet.weights.memory import MemoryStore
 from tests.train.helpers import experiences, make_worker, plain_logprobs, tiny_model
@@ -329,3 +329,26 @@ def test_the_event_loop_is_free_while_the_worker_works(monkeypatch: pytest.Monke
         return bool(await running)
 
     assert asyncio.run(main())
+
+
+def test_an_update_is_given_up_without_a_trace_until_its_first_optimizer_step() -> None:
+    """Dropout draws from the global generator: an update that is given up gives its draws back."""
+
+    def adapted() -> torch.nn.Module:
+        return apply_lora(tiny_model(), LoraConfig(r=4, alpha=8, dropout=0.5), seed=0)
+
+    answers: list[bool] = []  # to `stopping`, in order; False from then on
+    options: dict[str, Any] = {"old": "sampler", "mini_batches": 4, "micro_batch_tokens": 16, "lr": 1e-3}
+    samples, straight, stopped = experiences(1, GROUPS), adapted(), adapted()
+    update(make_worker(straight, **options), samples)
+    worker = make_worker(stopped, stopping=lambda: answers.pop(0) if answers else False, **options)
+    before, drawn = weights(stopped), torch.get_rng_state()
+    for answers in ([True], [False, True], [False, False, True]):
+        with pytest.raises(StepAbandoned):
+            update(worker, samples)
+        assert answers == [] and torch.equal(torch.get_rng_state(), drawn)
+        assert all(torch.equal(before[name], w) for name, w in weights(stopped).items())
+    answers = [False, False, False, True, True, True]  # three: before the update and after two micro-batches
+    assert update(worker, samples).optimizer_steps == 4
+    assert answers == [True, True, True], "a step that has begun to change the weights is finished"
+    assert all(torch.equal(w, weights(straight)[name]) for name, w in weights(stopped).items())

@@ -14,7 +14,7 @@ from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.attention import Planner, Segment
 from quintet.rollout.engine.kv_cache import KVCache
 from quintet.rollout.engine.model import DecoderModel
-from quintet.rollout.engine.numerics import check_row_invariance, reproducible_kernels
+from quintet.rollout.engine.numerics import reproducible_kernels, settle_row_counts
 from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sample
 from quintet.rollout.engine.scheduler import Scheduler, Work
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, Sequence, engine_failure
@@ -54,7 +54,7 @@ class Engine:
         self._now = now
         self._model = DecoderModel(spec, kernels, device, dtype)
         self._model.load(weights)
-        check_row_invariance(kernels, self._model.products, spec.head_dim)
+        settle_row_counts(kernels, self._model.products, spec.head_dim)
         pages = config.kv_pages or config.max_running * -(-spec.max_position // config.page_size)
         self._cache = KVCache(
             layers=spec.layers,
