@@ -213,7 +213,7 @@ def test_one_prompt_a_step_of_many_completions_works_cfg01() -> None:
         ("rollout: {numerics: reproducible}\nmodel: {dtype: bfloat16}\n", "R:1", "model.dtype is bfloat16"),
         ("rollout: {numerics: reproducible}\nmodel: {dtype: auto}\n", "R:1", "model.dtype is auto"),
         ("rollout: {numerics: reproducible, engine: transformers}\n", "R:1", "kept by rollout.engine: embedded only"),
-        ("rollout:\n  engine: vllm\n", "R:2", "'vllm' is not an engine"),
+        ("rollout:\n  engine: tgi\n", "R:2", "'tgi' is not an engine"),
         ("algorithm: {preset: gropo}\n", "R:1", "did you mean grpo?"),
         ("algorithm:\n  kl: {name: k1, coef: 0.1, placement: loss}\n", "R:2", "no restoring gradient"),
         ("algorithm:\n  kl: {coef: 0.1}\n", "R:2", "the preset has none, so coef has no effect"),

@@ -108,8 +108,8 @@ class Algorithm:
     def skips_zero_advantage(self) -> bool:
         """A sample whose advantages are all 0 adds nothing to the gradient, and changes no other sample's: every policy
         loss is proportional to the advantage, and no other term acts. A user's own loss is taken not to be."""
-        kl_in_loss = self.kl is not None and self.kl.params["placement"] == "loss" and self.kl.params["coef"] > 0
-        return not (kl_in_loss or self.needs_entropy or self.policy_loss.custom)
+        kl_acts = self.kl is not None and self.kl_in_loss and self.kl.params["coef"] > 0
+        return not (kl_acts or self.needs_entropy or self.policy_loss.custom)
 
     @property
     def needs_values(self) -> bool:

@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import tokenizers
 import torch
 from safetensors.torch import save_file
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.sequence import Decode, Intake, Sequence, check_params, engine_failure
@@ -337,6 +339,7 @@ class _WeightFolders:
         shutil.rmtree(beside, ignore_errors=True)  # of an attempt that was interrupted
         beside.mkdir()
         self._hf_config.save_pretrained(beside)
+        _numbers_as_words(self._hf_config.get_text_config().vocab_size).save_pretrained(beside)
         tensors = {name: t.detach().cpu().contiguous() for name, t in _untied(weights).items()}
         save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
         if folder.exists():  # the same version again, after a redone step
@@ -350,6 +353,12 @@ class _WeightFolders:
 
     def remove(self) -> None:
         shutil.rmtree(self._root)
+
+
+def _numbers_as_words(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for a server that never sees text: its routes refuse to work without one."""
+    words = {str(i): i for i in range(vocab_size)}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(WordLevel(words, unk_token="0")))
 
 
 def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class VllmServer:
         assert python is not None  # `check_rollout_config` has seen to it
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--api-key", self.key]
-        command += ["--dtype", self._dtype, "--max-num-seqs", str(self._max_running), "--skip-tokenizer-init"]
+        command += ["--dtype", self._dtype, "--max-num-seqs", str(self._max_running)]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         if self._device == "cpu":
             command += ["--block-size", "32"]  # the default of 128 is longer than short prompts: nothing is shared

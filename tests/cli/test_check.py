@@ -51,8 +51,8 @@ def test_a_sound_recipe_is_told_in_full_and_nothing_is_written() -> None:
     assert "80 training prompts, 20 held out; a prompt has 4 to 4 tokens, 4.0 on average" in text
     assert "plain text; the first prompt, 4 ids: | " in text and "'<eos>' (1), or after 3 tokens" in text
     assert "4 prompts x 4 samples = 16 samples a step, at most 48 sampled tokens" in text
-    assert "1 optimizer steps a step, 5 in 5 steps" in text
-    assert "5 steps x 4 prompts = 20 draws = 0.25 passes over 80 prompts" in text
+    assert "1 optimizer steps a step, 3 in 3 steps" in text
+    assert "3 steps x 4 prompts = 12 draws = 0.15 passes over 80 prompts" in text
     assert "4 + 4 + 8 = 16 bytes a trained parameter" in text
     assert "32 reference answers earn 1 on average, another prompt's answer 0" in text
     assert text.count("dry run sample ") == 2 and text.count("reward 0 (exact 0), reference '") == 2
@@ -184,7 +184,7 @@ def test_lora_trains_few_parameters_and_needs_no_copy_of_the_reference() -> None
 def test_disk_counts_the_checkpoints_that_are_kept_and_the_one_being_written() -> None:
     config = RunConfig.model_validate({**SMALL, "checkpoint": {"keep_last": 3}})
     parts = disk_estimate(config, resolve(AlgorithmConfig()), (1000, 1000))
-    assert parts == {"checkpoints": 4 * 12_000, "final and starting model": 4000, "journal": 80 * (9 * 3 + 400)}
+    assert parts == {"checkpoints": 4 * 12_000, "final and starting model": 4000, "journal": 48 * (9 * 3 + 400)}
     assert [size(n) for n in (12, 1500, 2e6, 7.75e9)] == ["12 B", "2 kB", "2 MB", "7.8 GB"]
 
 

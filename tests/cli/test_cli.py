@@ -168,7 +168,7 @@ def test_ctrl_c_ends_with_130_and_the_command_that_resumes(
     use_api(monkeypatch, train=train)
     out = tmp_path / "my run"
     code, err = fail_with(monkeypatch, capsys, "train", str(recipe), "--set", "seed=4", "--out", str(out))
-    assert (code, err) == (130, f"\nstopped; resume with: quintet train {recipe} --set seed=4 --out '{out}'\n")
+    assert (code, err) == (130, f"stopped; resume with: quintet train {recipe} --set seed=4 --out '{out}'\n")
 
 
 def test_a_run_that_cannot_go_on_says_how_to_resume(

@@ -47,7 +47,11 @@ def test_both_engines_give_the_same_greedy_rollout(engine):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"engine": "vllm"}, "'vllm' is not an engine"),
+        ({"engine": "tgi"}, "'tgi' is not an engine"),
+        ({"engine": "vllm"}, "needs a server or an environment that has vLLM"),
+        ({"engine": "vllm", "vllm": {"python": "/no/such/python"}}, "there is no file '/no/such/python'"),
+        ({"engine": "vllm", "vllm": {"url": "http://h"}, "numerics": "reproducible"}, "embedded only"),
+        ({"vllm": {"url": "http://h"}}, "rollout.vllm has no effect with rollout.engine: embedded"),
         ({"engine": "no_such_package.module:Engine"}, "there is no module 'no_such_package.module'"),
         ({"engine": "transformers", "numerics": "reproducible"}, "embedded only"),
         ({"engine": "transformers", "kv_pages": 10}, r"rollout\.kv_pages has no effect"),
