@@ -105,7 +105,7 @@ class Bench:
             "data": {"source": str(self.out / "train.jsonl"), "eval_source": str(self.out / "held_out.jsonl")},
             "rollout": {"groups_per_step": o.groups, "group_size": o.group_size, "max_tokens": 8},
             "reward": {"functions": [{"fn": "exact"}]},
-            "train": {"lr": o.lr, **own.get("train", {})},
+            "train": {"lr": o.lr, "warmup_steps": 10, **own.get("train", {})},
         }
 
     def _offline(self, preset: str, seed: int) -> dict[str, Any]:
@@ -189,14 +189,14 @@ def write_page(path: Path, text: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="all", help="names with commas between, `headline`, or all")
-    parser.add_argument("--steps", type=int, default=60, help="controller steps of presets that sample")
+    parser.add_argument("--steps", type=int, default=120, help="controller steps of presets that sample")
     parser.add_argument("--offline-steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the headline presets; the others get one")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--warm-start-steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--warm-start-steps", type=int, default=350)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--offline-lr", type=float, default=2e-4)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the warm start's recipe")
     parser.add_argument("--out", type=Path, help="where runs are kept and found again; a new folder if absent")

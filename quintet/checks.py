@@ -101,10 +101,33 @@ def _critic(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
         )
 
 
+def _mixture(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
+    """gdpo normalises and weighs the parts as the functions gave them, not the reward."""
+    if algorithm.advantage.name != "gdpo":
+        return
+    weights = algorithm.advantage.params["weights"]
+    for function in config.reward.functions:
+        name = function.part_name
+        idle = "a gate" if function.gate is not None else "normalize" if function.normalize != "none" else None
+        if idle is not None:
+            yield Problem(
+                "reward.functions",
+                f"reward.functions `{name}` has {idle}, which has no effect with algorithm.advantage gdpo: that one "
+                "normalises each part itself; remove it, or take another preset",
+            )
+        if function.weight == 0.0 and weights.get(name) != 0.0:
+            yield Problem(
+                "reward.functions",
+                f"reward.functions `{name}` is only watched (weight 0), but algorithm.advantage gdpo weighs the parts "
+                f"itself.\nSay it there too: algorithm.advantage: {{name: gdpo, weights: {{{name}: 0}}}}",
+            )
+
+
 def _online(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
     yield from _batching(config, algorithm)
     yield from _old_policy(config, algorithm)
     yield from _critic(config, algorithm)
+    yield from _mixture(config, algorithm)
     yield from _sampling(config)
     for key, value, default in (
         ("offline", config.offline, OfflineConfig()),

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "quintet"
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "clock", "protocols", "files", "recipe"}),
+    frozenset({"types", "clock", "protocols", "files", "recipe", "serving"}),
     frozenset({"algorithms", "models", "weights", "sandbox", "data"}),
     frozenset({"rollout", "reward", "train", "buffer"}),
     frozenset({"controller", "observe"}),
@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # Neighbours on one floor of which the first leans on the second (checks.py names config's class as a type only).
 SIDEWAYS = frozenset({
-    ("protocols", "types"), ("recipe", "types"),
+    ("protocols", "types"), ("recipe", "types"), ("serving", "types"),
     ("config", "checks"), ("checks", "config"), ("cluster", "config"),
     ("cli", "api"),
 })  # fmt: skip
@@ -99,12 +99,14 @@ def test_relative_and_deferred_imports_are_seen() -> None:
 
 
 def test_config_modules_import_only_their_own_kind() -> None:
-    """A component's options are plain pydantic classes: nothing of the component loads with them."""
+    """A component's options are plain pydantic classes: nothing of the component loads with them, the plain types of
+    its own protocol aside."""
     for path in ROOT.glob("*/config.py"):
         if path.parent.name == "cli":
             continue
         names = set(imported_modules(ast.parse(path.read_text(encoding="utf-8")), "quintet.x.config"))
-        assert names <= {"__future__", "typing", "pydantic", "quintet.types", "collections.abc"}, path
+        protocol = f"quintet.{path.parent.name}.protocol"
+        assert names <= {"__future__", "typing", "pydantic", "quintet.types", "collections.abc", protocol}, path
 
 
 def test_importing_quintet_and_its_config_loads_nothing_heavy() -> None:

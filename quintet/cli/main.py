@@ -18,8 +18,10 @@ from quintet.cli.common import examples
 from quintet.cli.config import config
 from quintet.cli.eval import evaluate
 from quintet.cli.generate import generate
+from quintet.cli.grade import grade_app
 from quintet.cli.replay import replay
 from quintet.cli.report import report
+from quintet.cli.serve import serve_app
 from quintet.cli.sft import sft
 from quintet.cli.train import train
 from quintet.types import QuintetError
@@ -79,6 +81,8 @@ app.command("check", epilog=examples(
     "quintet check recipes/sums_tiny.yaml",
     "quintet check recipes/smollm2_sums.yaml --set rollout.max_tokens=64",
 ))(check)  # fmt: skip
+app.add_typer(grade_app, name="grade")
+app.add_typer(serve_app, name="serve")
 app.command("config", epilog=examples(
     "quintet config recipes/sums_tiny.yaml --set rollout.group_size=16",
     "quintet config --defaults",

@@ -38,7 +38,7 @@ from quintet.controller.scoring import score_group
 from quintet.data.dataset import build_prompts, describe_skipped, load_rows
 from quintet.data.sampler import PromptSampler
 from quintet.models.tokenizer import PromptEncoder
-from quintet.reward.service import LocalRewardService
+from quintet.reward.factory import ManagedRewardService, make_reward_service
 from quintet.types import FinishReason, Group, GroupId, Prompt, QuintetError, Rollout, SamplingParams, Score
 
 _GRADED = 32  # reference answers that the reward functions are tried on
@@ -164,7 +164,7 @@ class Checker(Checks):
         self._algorithm = resolve(config.algorithm).bound_to(config.rollout.max_tokens)
 
     async def run(self) -> list[Line]:
-        reward = LocalRewardService(self.config.reward)
+        reward = make_reward_service(self.config.reward)
         try:
             self._attempt("folder", self._folder)
             if self._attempt("model", self._model) and self._attempt("data", self._data):
@@ -258,7 +258,7 @@ class Checker(Checks):
 
     # -- with reward functions and model -----------------------------------------------------------
 
-    async def _reward(self, service: LocalRewardService) -> None:
+    async def _reward(self, service: ManagedRewardService) -> None:
         """The functions load, and tell a reference answer from another prompt's."""
         await asyncio.to_thread(service.start)
         self._tell("reward", f"loaded: {', '.join(service.names)}")
@@ -276,7 +276,7 @@ class Checker(Checks):
             raise QuintetError("no training prompt is left")
         await self._references(service)
 
-    async def _references(self, service: LocalRewardService) -> None:
+    async def _references(self, service: ManagedRewardService) -> None:
         prompts = [p for p in self._found.train if p.answer is not None][:_GRADED]
         if not prompts:
             self._tell("reward", "the data has no reference answers: not tried")
@@ -318,7 +318,7 @@ class Checker(Checks):
             )
         return Group(group_id, prompt, rollouts=rollouts)
 
-    async def _dry_run(self, service: LocalRewardService) -> None:
+    async def _dry_run(self, service: ManagedRewardService) -> None:
         """Two samples of the first prompt that the run would draw."""
         if not self._found.fits:
             self._tell("dry run", "left out: the model does not fit into memory", Verdict.WARNING)

@@ -39,12 +39,14 @@ from quintet.controller.controller import Controller, ControllerSettings
 from quintet.controller.state import ControllerState
 from quintet.data.sampler import PromptSampler
 from quintet.models.export import save_hf_folder
+from quintet.observe.hacking import HackingMonitor
+from quintet.observe.metrics import read_metrics
 from quintet.observe.record import write_samples
 from quintet.observe.summary import library_versions
 from quintet.observe.timeline import Timeline
 from quintet.observe.trace import ChromeTrace
 from quintet.protocols import RewardService, RolloutWorker
-from quintet.reward.service import LocalRewardService
+from quintet.reward.factory import ManagedRewardService, make_reward_service
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Group, MetricSink, StepMetrics
@@ -86,6 +88,7 @@ class LocalRun:
             self._leave_out_ungradable(data, reward)
             checkpoint, state = self._newest_state()
             self._log.open(state.step)
+            self._monitor = HackingMonitor(self.config.reward, read_metrics(self.folder.metrics))
             try:
                 await self._train(base, data, reward, checkpoint, state)
             except Stopped:
@@ -95,7 +98,7 @@ class LocalRun:
                 self._log.close()
         return self._log.summary
 
-    def _leave_out_ungradable(self, data: Data, reward: LocalRewardService) -> None:
+    def _leave_out_ungradable(self, data: Data, reward: ManagedRewardService) -> None:
         """Prompts whose own reference answer no rule can grade would only teach that everything is wrong."""
         for prompts in (data.train, data.held_out):
             bad = dict(reward.unusable_references(prompts))
@@ -107,7 +110,7 @@ class LocalRun:
     # -- stages ----------------------------------------------------------------------------------
 
     async def _train(
-        self, base: Base, data: Data, reward: RewardService, checkpoint: Path | None, state: ControllerState
+        self, base: Base, data: Data, reward: ManagedRewardService, checkpoint: Path | None, state: ControllerState
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
         store = MemoryStore()
@@ -164,7 +167,7 @@ class LocalRun:
         controller: Controller,
         data: Data,
         rollout: RolloutWorker,
-        reward: RewardService,
+        reward: ManagedRewardService,
         train: LocalTrainWorker,
     ) -> None:
         config = self.config
@@ -177,6 +180,8 @@ class LocalRun:
 
         async def after_step(metrics: StepMetrics) -> None:
             metrics.values |= self._timeline.step_parts(metrics.values)
+            metrics.values |= self._monitor.note(metrics.values)
+            metrics.values |= reward.take_metrics()
             self._log.step(metrics)
             step, last = metrics.step, metrics.step == config.steps
             if config.eval.every and step % config.eval.every == 0 and not last:
@@ -202,7 +207,11 @@ class LocalRun:
     def _stop_with_signals(self, controller: Controller) -> None:
         """From now on a first Ctrl-C reaches the controller, also one that came before."""
         loop = asyncio.get_running_loop()
-        self._stop.on_set = lambda: loop.call_soon_threadsafe(controller.stop)
+
+        def stop() -> None:
+            loop.call_soon_threadsafe(controller.stop)
+
+        self._stop.on_set = stop
         if self._stop.is_set:
             controller.stop()
 
@@ -255,10 +264,10 @@ class LocalRun:
         return controller
 
     @contextlib.asynccontextmanager
-    async def _reward_service(self) -> AsyncIterator[LocalRewardService]:
+    async def _reward_service(self) -> AsyncIterator[ManagedRewardService]:
         rollout = self.config.rollout
         samples = rollout.groups_per_step * self._algorithm.rollouts_per_group(rollout.group_size)
-        service = LocalRewardService(self.config.reward, functions=self._reward_functions, samples_per_step=samples)
+        service = make_reward_service(self.config.reward, functions=self._reward_functions, samples_per_step=samples)
         try:
             await asyncio.to_thread(service.start)
             yield service

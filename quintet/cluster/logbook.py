@@ -72,7 +72,7 @@ class Logbook:
     def evaluated(self, when: str, step: int, values: Mapping[str, float], kept: Mapping[str, float]) -> None:
         """`kept` goes into the summary, unless this evaluation is one of many `during` the run."""
         for sink in self._sinks:
-            sink.log(step, values)
+            sink.log(step, dict(values))
         self.event("eval", {"step": step, "when": when, "values": values})
         if when != "during":
             self.evals |= kept

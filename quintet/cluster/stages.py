@@ -16,10 +16,11 @@ from quintet.config import RunConfig, digest
 from quintet.controller.evaluate import evaluate
 from quintet.models.export import save_hf_folder
 from quintet.models.tokenizer import PromptEncoder
+from quintet.observe.hacking import verifiable_parts
 from quintet.observe.metrics import JsonlSink
 from quintet.observe.summary import build_summary, write_summary
 from quintet.protocols import RewardService, RolloutWorker
-from quintet.reward.service import LocalRewardService
+from quintet.reward.factory import make_reward_service
 from quintet.types import Group, GroupId, Prompt, QuintetError, Rollout, SamplingParams
 
 EventHandler = Callable[[str, Any], None]
@@ -71,7 +72,7 @@ async def held_out(
     data = load_data(config, base)
     if not data.held_out:
         raise QuintetError("nothing is held out: set data.eval_size above 0 or data.eval_source")
-    service = LocalRewardService(config.reward, functions=functions)
+    service = make_reward_service(config.reward, functions=functions)
     try:
         await asyncio.to_thread(service.start)
         async with _engine(config, base) as rollout:
@@ -94,9 +95,10 @@ async def evaluate_all(
         on_event("progress", {"stage": "eval", "done": done, "total": total, "values": {}})
 
     values: dict[str, float] = {}
+    rules = verifiable_parts(config.reward)
     for name, params in _evaluation_runs(config):
         on_event("stage", {"name": "eval", "total": len(prompts)})
-        found, _ = await evaluate(rollout, reward, prompts, params, version, on_progress=progress)
+        found, _ = await evaluate(rollout, reward, prompts, params, version, rules=rules, on_progress=progress)
         values |= {f"{name}/{key}": value for key, value in found.items()}
     return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from quintet.controller.scoring import score_group
@@ -20,12 +20,15 @@ async def evaluate(
     sampling: SamplingParams,
     version: int,
     *,
+    rules: Sequence[str] = (),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, float], list[Group]]:
-    """`accuracy` (mean over prompts of the share of right samples), `pass_at_n`, `reward`, `length`, `n`, `unscored`.
+    """`accuracy` (mean over prompts of the share of right samples), `pass_at_n`, `reward`, `length`, `n`, `unscored`,
+    and `PART/mean` of every part where there are several.
 
-    A sample is right when its reward is at least 1. Samples that
-    could not be scored leave numerator and denominator. Raises QuintetError when none could be scored.
+    A sample is right when each of the parts `rules` (the verifiable ones) that has a value for it gives at least 1;
+    where none has one, when its reward is at least 1. Samples that could not be scored leave numerator and
+    denominator. Raises QuintetError when none could be scored.
     """
     groups = [Group(GroupId(p.id, _EVAL_EPOCH), p) for p in prompts]
     running = [asyncio.ensure_future(_run(rollout, reward, group, sampling, version)) for group in groups]
@@ -36,7 +39,7 @@ async def evaluate(
     finally:
         for unfinished in running:
             unfinished.cancel()
-    verdicts = [v for g in groups if (v := _verdicts(g.scores))]
+    verdicts = [v for g in groups if (v := _verdicts(g.scores, rules))]
     if not verdicts:
         failure = next((s.failure for g in groups for s in g.scores if s.failure is not None), None)
         raise QuintetError(f"no sample of the evaluation could be scored: {failure}")
@@ -50,7 +53,7 @@ async def evaluate(
     }
     if sampling.n > 1:
         values[f"pass_at_{sampling.n}"] = fmean(max(v) for v in verdicts)
-    return values, groups
+    return values | _part_means(scores), groups
 
 
 async def _run(
@@ -60,5 +63,16 @@ async def _run(
     group.scores = await score_group(reward, group)
 
 
-def _verdicts(scores: list[Score]) -> list[float]:
-    return [float(s.reward >= 1.0) for s in scores if s.reward is not None]
+def _verdicts(scores: list[Score], rules: Sequence[str]) -> list[float]:
+    return [_is_right(s.reward, s.parts, rules) for s in scores if s.reward is not None]
+
+
+def _is_right(reward: float, parts: Mapping[str, float | None], rules: Sequence[str]) -> float:
+    said = [value for rule in rules if (value := parts.get(rule)) is not None]
+    return float(min(said, default=reward) >= 1.0)
+
+
+def _part_means(scores: list[Score]) -> dict[str, float]:
+    names = sorted({name for score in scores for name in score.parts})
+    values = {name: [v for s in scores if (v := s.parts.get(name)) is not None] for name in names}
+    return {f"{name}/mean": fmean(v) for name, v in values.items() if v} if len(names) > 1 else {}

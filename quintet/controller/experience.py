@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from statistics import fmean, pstdev
+from itertools import combinations
+from statistics import correlation, fmean, pstdev
 
 from quintet.algorithms.filters import shape_samples
 from quintet.algorithms.presets import Algorithm
@@ -92,10 +93,33 @@ def _reward_metrics(groups: list[Group], scores: list[Score]) -> dict[str, float
     if rewards:
         out |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         out |= {"reward/min": min(rewards), "reward/max": max(rewards)}
-    for name in sorted({name for s in scores for name in s.parts}):
+    names = sorted({name for s in scores for name in s.parts})
+    for name in names:
         values = [v for s in scores if (v := s.parts.get(name)) is not None]
         if values:
             out[f"reward/{name}/mean"] = fmean(values)
+    for a, b in combinations(names, 2):
+        out |= _agreement(a, b, scores)
+    out |= _usage(scores)
     spreads = [{s.reward for s in g.sample_scores if s.reward is not None} for g in groups]
     out["reward/zero_std_frac"] = fmean(len(values) <= 1 for values in spreads)
     return out
+
+
+def _agreement(a: str, b: str, scores: list[Score]) -> dict[str, float]:
+    """Pearson correlation of two parts over the step's samples that have both; nothing where one does not vary."""
+    both = [(x, y) for s in scores if (x := s.parts.get(a)) is not None and (y := s.parts.get(b)) is not None]
+    if len({x for x, _ in both}) < 2 or len({y for _, y in both}) < 2:
+        return {}
+    return {f"reward/agreement/{a}~{b}": correlation(*zip(*both, strict=True))}
+
+
+def _usage(scores: list[Score]) -> dict[str, float]:
+    """What graders spent on the step: the numbers under `usage` in a part's info, summed over the samples."""
+    out: Counter[str] = Counter()
+    for score in scores:
+        for name, info in score.info.items():
+            usage = info.get("usage") if isinstance(info, dict) else None
+            for what, amount in usage.items() if isinstance(usage, dict) else ():
+                out[f"reward/{name}/{what}"] += amount
+    return {name: float(amount) for name, amount in out.items()}

@@ -107,7 +107,7 @@ def _make(row: Row, config: DataConfig, usable_answer: Callable[[str], bool] | N
         messages=None if isinstance(raw, str) else raw,
         text=raw if isinstance(raw, str) else None,
         answer=answer,
-        test_cases=_test_cases(row, columns.test_cases),
+        test_cases=test_cases_of(row, columns.test_cases),
         metadata=_metadata(row, config),
     )
     if columns.task_type is not None:
@@ -167,16 +167,30 @@ def _answer(row: Row, column: str | None) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _test_cases(row: Row, column: str | None) -> list[dict[str, Any]] | None:
+def test_cases_of(row: Row, column: str | None) -> list[dict[str, Any]] | None:
+    """A list of objects, or what stands for one in well-known data: JSON text of it, a single object (APPS, TACO), test
+    code (HumanEval), a list of asserts (MBPP). `reward/code_tests/reading.py` says what the objects may be."""
     value = None if column is None else row.values[column]
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise QuintetError(f"{row.where}: the test cases in {column!r} are not JSON: {error.msg}.") from error
+        value = _decoded_tests(row, column, value)
+    if isinstance(value, dict):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(case, str) for case in value):
+        return [{"assert": case} for case in value]
     if value is None or (isinstance(value, list) and all(isinstance(case, dict) for case in value)):
         return value
     raise QuintetError(f"{row.where}: the test cases in {column!r} are no list of objects: {str(value)[:80]!r}.")
+
+
+def _decoded_tests(row: Row, column: str | None, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if "assert" in text:
+            return [text]
+        raise QuintetError(
+            f"{row.where}: the test cases in {column!r} are neither JSON ({error.msg}) nor asserts."
+        ) from error
 
 
 def _metadata(row: Row, config: DataConfig) -> dict[str, Any]:

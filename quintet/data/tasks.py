@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
+from quintet.data.code_tasks import code_lines
 from quintet.data.rows import Row, as_rows
 from quintet.types import QuintetError
 
@@ -232,6 +233,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "reverse": reverse,
         "sort": sort,
         "sums_pairs": sums_pairs,
+        "code_lines": code_lines,
     }
 )
 

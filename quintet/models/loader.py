@@ -12,7 +12,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -37,17 +36,23 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     if config.name == TINY:
         return Tokenizer(tiny_tokenizer(config.tiny), name=TINY, reject_unknown=True)
     source = resolve_source(config)
-    stop_ids = _end_ids(_read_config(source, config)) + _end_ids(_read_generation_config(source))
-    with quiet_transformers(), _named(config, "tokenizer"):
+    stop_ids = _end_ids(read_config(source, config)) + _end_ids(_read_generation_config(source))
+    with quiet_transformers(), named(config, "tokenizer"):
         hf = _read_tokenizer(source, config)
     return Tokenizer(hf, stop_ids, name=config.name, uses_chat_template=config.use_chat_template is not False)
+
+
+def load_plain_tokenizer(config: ModelConfig) -> Any:
+    """The transformers tokenizer as it is, for a model that writes no answers and so needs no end token."""
+    with quiet_transformers(), named(config, "tokenizer"):
+        return _read_tokenizer(resolve_source(config), config)
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     """The transformers config: architecture, sizes, context length. Raises as `load_model` does, but quickly."""
     if config.name == TINY:
         return tiny_hf_config(config.tiny)
-    hf_config = _read_config(resolve_source(config), config)
+    hf_config = read_config(resolve_source(config), config)
     _refuse_quantised(hf_config, config)
     return hf_config
 
@@ -62,11 +67,11 @@ def load_model(config: ModelConfig, *, seed: int = 0) -> PreTrainedModel:
     device = resolve_device(config.device)
     attention = None if config.attention == "auto" else config.attention
     if config.name == TINY:
-        with _named(config, "model"):
+        with named(config, "model"):
             return _place(tiny_model(config.tiny, seed, attention), device)
     source = resolve_source(config)
-    _refuse_quantised(_read_config(source, config), config)
-    with quiet_transformers(), _named(config, "model"):
+    _refuse_quantised(read_config(source, config), config)
+    with quiet_transformers(), named(config, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source.path,
             dtype=torch.float32,
@@ -77,28 +82,6 @@ def load_model(config: ModelConfig, *, seed: int = 0) -> PreTrainedModel:
         if source.adapter is not None:
             model = _merge_adapter(model, source.adapter)
     return _place(model, device)
-
-
-def load_reward_model(config: ModelConfig) -> PreTrainedModel:
-    """A sequence classifier with one label and a linear `score` on the last token, float32, in evaluation mode.
-
-    Raises QuintetError when the folder holds another kind of model.
-    """
-    source = resolve_source(config)
-    hf_config = _read_config(source, config)
-    kinds = hf_config.architectures or []
-    if hf_config.num_labels != 1 or not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise QuintetError(
-            f"{config.name!r} is no reward model: it is {', '.join(kinds) or 'unnamed'} with {hf_config.num_labels} "
-            "labels, and a sequence classifier with one is wanted"
-        )
-    with quiet_transformers(), _named(config, "model"):
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-            source.path, dtype=torch.float32, **source.hub_kwargs
-        )
-    if "score" not in dict(model.named_children()):
-        raise QuintetError(f"{config.name!r}: {type(model).__name__} has no linear `score` on its last token")
-    return _place(model, resolve_device(config.device))
 
 
 def _place(model: nn.Module, device: torch.device) -> PreTrainedModel:
@@ -112,8 +95,8 @@ def _merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
 
 
-def _read_config(source: Source, config: ModelConfig) -> PretrainedConfig:
-    with quiet_transformers(), _named(config, "config"):
+def read_config(source: Source, config: ModelConfig) -> PretrainedConfig:
+    with quiet_transformers(), named(config, "config"):
         return AutoConfig.from_pretrained(source.path, trust_remote_code=config.trust_remote_code, **source.hub_kwargs)
 
 
@@ -155,7 +138,7 @@ def _refuse_quantised(hf_config: PretrainedConfig, config: ModelConfig) -> None:
 
 
 @contextmanager
-def _named(config: ModelConfig, what: str) -> Iterator[None]:
+def named(config: ModelConfig, what: str) -> Iterator[None]:
     """transformers' ways to say that a model cannot be had, as one error that names the model."""
     try:
         yield

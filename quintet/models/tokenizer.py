@@ -90,6 +90,10 @@ class Tokenizer:
         text = self._render(messages, add_generation_prompt=not continues, continue_final_message=continues, **kwargs)
         return self._one_bos(self.encode(text))
 
+    def encode_conversation(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of a whole conversation as the chat template closes it, with exactly one BOS. Raises as `encode_chat`."""
+        return self._one_bos(self.encode(self._render(messages)))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out, no spaces tidied."""
         return str(self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -32,6 +32,12 @@ CHARTS: tuple[Chart, ...] = (
           0.0, 1.0),
     Chart("Reward", "Mean reward of a step's samples: what training pushes up.", (("reward/mean", "mean"),), None),
     Chart("Reward parts", "Each reward function's mean, before its weight.", (("reward/*/mean", "*"),), None),
+    Chart("Agreement of parts", "Correlation of two reward functions over the samples of a step.",
+          (("reward/agreement/*", "*"),), -1.0, 1.0),
+    Chart("Parts moving together", "Correlation of a learned part's mean with a verifiable one's over the last 20 "
+          "steps; below 0 they part ways.", (("reward/correlation/*", "*"),), -1.0, 1.0),
+    Chart("Hacking alarm", "Steps over which the learned part rose while the verifiable one fell, both significantly.",
+          (("reward/hacking_alarm/*", "*"),)),
     Chart("Pair accuracy", "Share of pairs whose chosen answer has the higher reward; 0.5 is chance.",
           (("eval/pair_accuracy", "held out"), ("pairs/accuracy", "trained on")), 0.0, 1.0),
     Chart("Margin", "Reward of the chosen minus that of the rejected answer.",

@@ -238,6 +238,33 @@ def reward_falls(rows: Rows, config: Config) -> Finding | None:
     return Finding("reward-falls", "warning", f"{text}: no more than its noise.", mend)
 
 
+def reward_hacking(rows: Rows, config: Config) -> Finding | None:
+    """The monitor's alarm (`observe/hacking.py`), in words: of the last step that raised one."""
+    prefix = "reward/hacking_alarm/"
+    alarms = [
+        (row["step"], name.removeprefix(prefix), int(value))
+        for row in rows
+        for name, value in row.items()
+        if name.startswith(prefix) and value
+    ]
+    if not alarms:
+        return None
+    last, pair, window = alarms[-1]
+    model, _, rule = pair.partition("~")
+    over = [row for row in rows if last - window < row["step"] <= last]
+    rose, fell = _first_to_last(over, model), _first_to_last(over, rule)
+    text = (
+        f"The score of `{model}` rose ({rose}) while `{rule}` fell ({fell}) in the {window} steps up to step {last} "
+        f"(alarm first raised at step {alarms[0][0]}): the policy is fooling `{model}`."
+    )
+    mend = (
+        f"Do not use the later checkpoints; read the samples. Give `{rule}` the larger weight, let `{model}` count "
+        "only behind a gate on it, bound its score (normalize: sigmoid or group_rank), or hold on to the start with "
+        "algorithm.kl (docs/rewards.md)."
+    )
+    return Finding("reward-hacking", "problem", text, mend)
+
+
 def slow_reward(rows: Rows, config: Config) -> Finding | None:
     spent, whole = _total(rows, "time/reward_s"), _total(rows, "time/step_s")
     if len(rows) < SURE or spent <= 0.2 * whole:
@@ -249,7 +276,7 @@ def slow_reward(rows: Rows, config: Config) -> Finding | None:
 Rule = Callable[[Rows, Config], Finding | None]
 RULES: tuple[Rule, ...] = (
     equal_rewards, truncated, entropy_collapse, loss_near_zero, mismatch, kl_explosion, gradient_spikes, nonfinite,
-    failures, learning_rate_zero, no_gradient, reward_falls, slow_reward,
+    failures, learning_rate_zero, no_gradient, reward_falls, reward_hacking, slow_reward,
 )  # fmt: skip
 
 
@@ -264,6 +291,13 @@ def failure_totals(rows: Rows) -> dict[str, int]:
             if name.startswith(("failures/", "dropped/")) and value:
                 totals[name] += int(value)
     return dict(totals.most_common())
+
+
+def _first_to_last(rows: Rows, part: str) -> str:
+    """A part's mean in the first and the last quarter of the rows."""
+    values = _all(rows, f"reward/{part}/mean")
+    quarter = max(1, len(values) // 4)
+    return f"{fmean(values[:quarter]):.3g} to {fmean(values[-quarter:]):.3g}"
 
 
 def _steps(rows: Rows, name: str) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ Three signatures are understood; which one a function has is decided once, by it
                 called once per group; completions are strings, or message lists for conversational prompts
 - verl:         `fn(solution_str, ground_truth, data_source=..., extra_info=...) -> float | {"score": ...}`,
                 called once per sample
+Rubrics of `verifiers` are adapted to the second, see `adapters.py`.
 
 Runs inside a pool worker: imports nothing heavy. Left out: TRL's `trainer_state`, `log_extra` and
 `log_metric`, which belong to its trainer; a function that *requires* one of them is told so.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from quintet.reward.adapters import adapted
 from quintet.reward.errors import FunctionFailed, MissingColumn
 from quintet.reward.sample import Info, Sample, Verdict
 from quintet.types import QuintetError
@@ -89,6 +91,7 @@ class GradingFunction:
         if self.rule:
             self.signature = Signature.RULE
             return
+        self.function = adapted(self.function)
         self._parameters = Parameters.of(self.function, self.name)
         self.signature = detect_signature(self._parameters, self.name)
         unknown = [key for key in self.args if key not in self._parameters.names]
@@ -144,7 +147,7 @@ class GradingFunction:
             raise FunctionFailed(
                 f"returned {len(values)} values for {len(samples)} completions ({len(values)} vs {len(samples)})"
             )
-        return [Verdict(self._value(value)) for value in values]
+        return [value if isinstance(value, Verdict) else Verdict(self._value(value)) for value in values]
 
     def _select(self, available: dict[str, Any]) -> dict[str, Any]:
         """Those arguments that the function takes; the recipe's args win over columns."""

@@ -17,10 +17,11 @@ class RewardError(QuintetError):
 class FunctionFailed(Exception):
     """A call of a reward function gave no usable values. `message` leaves the function's name to whoever reports it."""
 
-    def __init__(self, message: str, kind: FailureKind = FailureKind.GRADER) -> None:
+    def __init__(self, message: str, kind: FailureKind = FailureKind.GRADER, *, retryable: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.kind = kind
+        self.retryable = retryable
 
 
 class CallTimeout(FunctionFailed):
@@ -32,6 +33,9 @@ class CallTimeout(FunctionFailed):
 
 class WorkerDied(FunctionFailed):
     """The worker process ended in the middle of a call (a crash, `os._exit`, the out-of-memory killer)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
 
 
 class MissingColumn(FunctionFailed):

@@ -19,17 +19,23 @@ _NUMBER = re.compile(
     r"(?P<exponent>[eE][-+]?\d{1,3}(?!\d))?"
     r"(?:\s?/\s?(?P<denominator>\d+)(?![\d.]))?"
 )
-_THINK_ENDS = ("</think>", "</thinking>", "</reasoning>", "◁/think▷")
+_THINK_TAGS = (
+    *(("<think>", "</think>"), ("<thinking>", "</thinking>")),
+    *(("<reasoning>", "</reasoning>"), ("◁think▷", "◁/think▷")),
+)
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last end tag of a thinking part; the whole text when there is none."""
-    end = max((text.rfind(tag) + len(tag) for tag in _THINK_ENDS if tag in text), default=0)
-    return text[end:]
+    """What follows the last end tag of a thinking part, and stands before a thinking part that was never closed; the
+    whole text when there is none."""
+    end = max((text.rfind(close) + len(close) for _, close in _THINK_TAGS if close in text), default=0)
+    text = text[end:]
+    start = min((text.index(opening) for opening, _ in _THINK_TAGS if opening in text), default=len(text))
+    return text[:start]
 
 
-def boxes(text: str) -> Iterator[str]:
-    r"""Contents of every closed, outermost `\boxed{...}` or `\fbox{...}`, in order; one cut off by the end is none."""
+def boxes(text: str) -> Iterator[str | None]:
+    r"""Contents of every outermost `\boxed{...}` or `\fbox{...}`, in order; None for one that is cut off by the end."""
     position = 0
     while (match := _BOX.search(text, position)) is not None:
         start = match.end()
@@ -38,9 +44,9 @@ def boxes(text: str) -> Iterator[str]:
             position = start + 1
             continue
         end = closing_brace(text, start)
+        yield None if end is None else text[start + 1 : end]
         if end is None:
             return
-        yield text[start + 1 : end]
         position = end + 1
 
 
@@ -60,13 +66,10 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""The last closed box, unless another one is opened and cut off after it."""
+    r"""Contents of the last box; None when there is none, or it is cut off."""
     found = None
     for found in boxes(text):  # noqa: B007 - the last one is wanted
         pass
-    last_open = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if found is not None and last_open >= 0 and closing_brace(text, text.index("{", last_open)) is None:
-        return None
     return found
 
 

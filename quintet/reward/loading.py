@@ -21,10 +21,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from quintet.reward.adapters import RubricLike
+from quintet.reward.background import AsyncGrader
 from quintet.reward.calling import GradingFunction
 from quintet.reward.model import MODEL, ModelGrader
-from quintet.reward.rules import IMPORTS, RULES, needs_pool
+from quintet.reward.rules import IMPORTS, RULES, make_rule, needs_pool
 from quintet.types import QuintetError
+
+# name -> class, made with (name, args, timeout_s); imported only where a recipe names one
+ASYNC_GRADERS: Mapping[str, str] = {
+    "code": "quintet.reward.code:CodeGrader",
+    "judge": "quintet.reward.judge:Judge",
+    "remote_model": "quintet.reward.remote_model:RemoteModel",
+}
 
 MEND = "a reward function is a built-in name, `package.module:function` or `path/to/file.py:function`"
 
@@ -51,7 +60,7 @@ class FunctionSource:
     def load(self) -> GradingFunction:
         if self.spec in RULES:
             _import_rule(self.spec)
-            return GradingFunction(self.name, RULES[self.spec], self.args, rule=True)
+            return GradingFunction(self.name, make_rule(self.spec), self.args, rule=True)
         if self.is_model:
             return ModelGrader(self.name, self.args)
         if self.spec is not None:
@@ -63,6 +72,13 @@ class FunctionSource:
                 f"reward function `{self.name}` does not load in a worker: {_last_lines(error)}"
             ) from error
         return GradingFunction(self.name, function, self.args)
+
+
+def make_async_grader(name: str, spec: str, args: Mapping[str, Any], timeout_s: float) -> AsyncGrader:
+    """One of `ASYNC_GRADERS`, not started. Raises QuintetError for a wrong option."""
+    module, _, cls = ASYNC_GRADERS[spec].partition(":")
+    grader: AsyncGrader = getattr(importlib.import_module(module), cls)(name, args, timeout_s)
+    return grader
 
 
 def _import_rule(rule: str) -> None:
@@ -84,7 +100,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     place, colon, name = spec.rpartition(":")
     if not colon:
         near = difflib.get_close_matches(spec, RULES, n=1)
-        hint = f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join((*RULES, MODEL))}; "
+        hint = (
+            f"did you mean `{near[0]}`? " if near else f"built-in are: {', '.join((*RULES, MODEL, *ASYNC_GRADERS))}; "
+        )
         raise QuintetError(f"unknown reward function `{spec}`: {hint}{MEND}")
     module = _load_module(place, spec)
     function = getattr(module, name, None)
@@ -93,7 +111,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise QuintetError(
             f"`{place}` has no `{name}` (reward.functions)" + (f"; did you mean `{near[0]}`?" if near else "")
         )
-    if not callable(function):
+    if not callable(function) and not isinstance(function, RubricLike):
         raise QuintetError(f"`{spec}` (reward.functions) is a {type(function).__name__}, not a function")
     return function
 
@@ -129,7 +147,7 @@ def check_rule_args(rule: str, args: Mapping[str, Any]) -> None:
     from pydantic import ConfigDict, ValidationError, create_model  # not needed in a worker, where it costs start-up
 
     function = RULES[rule]
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
     options = [p for p in inspect.signature(function).parameters.values() if p.kind == p.KEYWORD_ONLY]
     unknown = [key for key in args if key not in {p.name for p in options}]
     if unknown:

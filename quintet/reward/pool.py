@@ -3,6 +3,10 @@
 A slot answers one call at a time. When a call exceeds its limit, the slot's process group is killed and a new
 worker started at once, so that one hung call costs its own limit and nothing else. A thread slot abandons its
 thread instead, which goes on burning its core: it exists for functions that no other process can load.
+
+Calls that hang do not hold up those behind them: while a slot is stuck and others wait, spare processes take its
+place. Stuck is a call that has slept through a tenth of its limit, or has computed through half of it: a grader that
+is merely busy gets no more processes than there are workers, or it would be slowed down into its limit.
 """
 
 from __future__ import annotations
@@ -16,27 +20,50 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Protocol
 
 from quintet.reward.calling import GradingFunction, Signature
 from quintet.reward.errors import CallTimeout, WorkerDied
 from quintet.reward.loading import FunctionSource
 from quintet.reward.pool_worker import Call, Ready, Reply, answer
-from quintet.reward.sample import Sample, Verdict
+from quintet.reward.sample import Sample
 from quintet.types import QuintetError
 
 IMPORT_LIMIT_S = 120.0  # for a worker to start and to import the user's modules
+MAX_SPARES = 64
+SPARES_PER_STUCK = 2  # where one hangs others will: they start together, not one after the other
+STUCK_ASLEEP, STUCK_BUSY = 0.1, 0.5  # shares of the limit
+_BUSY = 0.2  # share of its time for which a process computes
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Activity:
+    """`runnable`: computing, or kept from it by a busy machine; otherwise it sleeps."""
+
+    cpu_s: float
+    runnable: bool
+
+
 class Slot(Protocol):
+    def prepare(self) -> None:
+        """Blocks until a call would begin at once. Raises QuintetError when the functions do not load."""
+        ...
+
     def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
         """Blocks at most about `limit_s`. Raises CallTimeout, WorkerDied."""
+        ...
+
+    def activity(self) -> Activity | None:
+        """None where it is not known."""
         ...
 
     def close(self) -> None: ...
@@ -80,6 +107,14 @@ class ProcessSlot:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def activity(self) -> Activity | None:
+        """Read from /proc, so that it is not known outside Linux."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return Activity((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R")
+
     def wait_ready(self) -> list[Signature]:
         """Signatures of the sources. Raises QuintetError with the worker's own error when one does not load."""
         try:
@@ -95,9 +130,12 @@ class ProcessSlot:
         self._ready = True
         return ready.signatures
 
-    def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
+    def prepare(self) -> None:
         if not self._ready:
             self.wait_ready()
+
+    def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
+        self.prepare()
         try:
             self._connection.send(Call(function, samples))
             if not self._connection.poll(limit_s):
@@ -159,6 +197,9 @@ class ThreadSlot:
             call, replies = item
             replies.put(answer(self._functions[call.function], call.samples))
 
+    def prepare(self) -> None:
+        pass  # a thread is there when it is made
+
     def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
         replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._calls.put((Call(function, samples), replies))
@@ -173,37 +214,117 @@ class ThreadSlot:
             )
             raise CallTimeout(f"did not return within {limit_s:g} s; its thread was abandoned") from None
 
+    def activity(self) -> Activity | None:
+        return None
+
     def close(self) -> None:
         self._calls.put(None)
 
 
-class SlotPool:
-    """Gives each call the next free slot, without ever blocking the event loop."""
+@dataclass(frozen=True)
+class _Running:
+    """A call in a slot."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    since: float
+    limit_s: float
+    before: Activity | None  # of the slot, when the call began
+
+    def stuck(self, slot: Slot) -> bool:
+        elapsed = time.monotonic() - self.since
+        now = slot.activity()
+        busy = now is None or self.before is None or now.runnable or now.cpu_s - self.before.cpu_s > _BUSY * elapsed
+        return elapsed > self.limit_s * (STUCK_BUSY if busy else STUCK_ASLEEP)
+
+
+class SlotPool:
+    """Gives each call the next free slot, without ever blocking the event loop.
+
+    `spare` makes a further slot where stuck ones hold up the queue; None: there are none. Spares end when they are not
+    needed any more.
+    """
+
+    def __init__(self, slots: Sequence[Slot], spare: Callable[[], Slot] | None = None) -> None:
         self.slots = list(slots)
+        self._spare = spare
+        self._spares: set[Slot] = set()
+        self._starting = 0
+        self._waiting = 0
+        self._running: dict[Slot, _Running] = {}
+        self._lock = threading.Lock()
+        self._closed = False
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
-        self._executor = ThreadPoolExecutor(len(self.slots), thread_name_prefix="reward-pool")
+        threads = len(self.slots) + (0 if spare is None else MAX_SPARES)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="reward-pool")
 
-    async def call(self, function: int, samples: list[Sample], limit_s: float) -> list[Verdict]:
-        """Raises FunctionFailed (CallTimeout and WorkerDied among them). `limit_s` counts from the call's own start,
-        not from its time in the queue."""
+    async def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
+        """`limit_s` counts from the call's own start, not from its time in the queue. Raises FunctionFailed
+        (CallTimeout and WorkerDied among them)."""
         loop = asyncio.get_running_loop()
         reply = await loop.run_in_executor(self._executor, self._call, function, samples, limit_s)
         if reply.failed is not None:
             raise reply.failed
-        return reply.verdicts or []
+        return reply
 
     def _call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
-        slot = self._free.get()
+        slot = self._take(limit_s)
         try:
+            slot.prepare()  # its start is not the call's time: it would look stuck
+            with self._lock:
+                self._running[slot] = _Running(time.monotonic(), limit_s, slot.activity() if self._spare else None)
             return slot.call(function, samples, limit_s)
         finally:
+            self._give_back(slot)
+
+    def _take(self, limit_s: float) -> Slot:
+        """The next free slot, or a spare one. Blocks."""
+        patience_s = None if self._spare is None else limit_s * STUCK_ASLEEP / 2
+        with self._lock:
+            self._waiting += 1
+        try:
+            while True:
+                try:
+                    return self._free.get(timeout=patience_s)
+                except queue.Empty:
+                    if (slot := self._new_spare()) is not None:
+                        return slot
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _new_spare(self) -> Slot | None:
+        """At most `SPARES_PER_STUCK` for each slot that is stuck, spares that are stuck included."""
+        with self._lock:
+            running = list(self._running.items())
+            spares = len(self._spares) + self._starting
+            stuck = sum(call.stuck(slot) for slot, call in running)
+            if self._spare is None or self._closed or spares >= min(SPARES_PER_STUCK * stuck, MAX_SPARES):
+                return None
+            self._starting += 1
+        slot = self._spare()
+        with self._lock:
+            self._starting -= 1
+            self._spares.add(slot)
+            if self._closed:
+                slot.close()
+        return slot
+
+    def _give_back(self, slot: Slot) -> None:
+        with self._lock:
+            self._running.pop(slot, None)
+            surplus = slot in self._spares and (self._waiting == 0 or self._closed)
+            if surplus:
+                self._spares.discard(slot)
+        if surplus:
+            slot.close()
+        else:
             self._free.put(slot)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
-        for slot in self.slots:
+        with self._lock:
+            self._closed = True
+            slots = [*self.slots, *self._spares]
+        for slot in slots:
             slot.close()

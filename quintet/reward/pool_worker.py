@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -34,10 +35,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Exactly one is set."""
+    """`failed` says why there are no verdicts. `seconds`: how long the function took."""
 
-    verdicts: list[Verdict] | None = None
+    verdicts: list[Verdict] = []
     failed: FunctionFailed | None = None
+    seconds: float = 0.0
 
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
@@ -60,11 +62,14 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
 
 
 def answer(function: GradingFunction, samples: list[Sample]) -> Reply:
-    """One call, its failure as data. The cause is dropped: it may not be picklable."""
+    """One call, its failure as data, without the traceback (which may hold what cannot be pickled)."""
+    start = time.perf_counter()
     try:
-        return Reply(verdicts=function(samples))
+        verdicts = function(samples)
     except FunctionFailed as error:
-        return Reply(failed=type(error)(error.message))
+        error.__cause__ = error.__context__ = None
+        return Reply(failed=error.with_traceback(None), seconds=time.perf_counter() - start)
+    return Reply(verdicts, seconds=time.perf_counter() - start)
 
 
 def _die_with_parent(lifeline_fd: int) -> None:

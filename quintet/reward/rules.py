@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt  # comes with pydantic, whose own Field would cost a worker its start-up
 
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.extract import after_hashes, after_thinking, answer_tag, last_box, numbers, single_number
@@ -72,6 +74,12 @@ def length(sample: Sample, *, max_tokens: int, buffer_tokens: int = 0) -> Verdic
     return Verdict(-min(over / buffer_tokens, 1.0) if buffer_tokens else -1.0)
 
 
+def length_target(sample: Sample, *, tokens: Annotated[int, Gt(0)]) -> Verdict:
+    """Closeness to a wanted length: 0 at `tokens` response tokens, falling linearly with the distance to -1 at none
+    and at twice as many, -1 beyond (the form of L1-Exact's penalty, arXiv:2503.04697, relative and bounded)."""
+    return Verdict(-min(abs(len(sample.response_ids) - tokens) / tokens, 1.0))
+
+
 def reasoning_gym(sample: Sample) -> Verdict:
     """The task's own score, 0 to 1, of the last `<answer>` tag, or of the whole response without one.
 
@@ -86,14 +94,23 @@ def reasoning_gym(sample: Sample) -> Verdict:
     return Verdict(score_answer(sample.metadata, text.strip() if tagged is None else tagged))
 
 
-def math(sample: Sample, *, unboxed: bool = False) -> Verdict:
+def math(sample: Sample, *, unboxed: bool = False, second_opinion: bool = True) -> Verdict:
     """1 when the final answer equals the reference in value; `quintet.reward.math` lists the conventions.
 
-    `unboxed`: without a box, take what follows "the answer is", or the last number.
+    `unboxed`: without a box, take what follows `####` or "the answer is", or the last number. `second_opinion`: ask
+    math-verify about sums, products, integrals and limits that are left unevaluated; off, such an answer is wrong.
     """
-    from quintet.reward.math import verdict  # brings mpmath, which other rules do without
+    rule = make_rule("math")
+    return rule(sample, unboxed=unboxed, second_opinion=second_opinion)
 
-    return verdict(sample, unboxed=unboxed)
+
+def make_rule(name: str) -> Rule:
+    """The rule for a worker's life: `math` keeps a helper process between its calls, the others keep nothing."""
+    if name == "math":
+        from quintet.reward.math import MathRule  # brings mpmath, which other rules do without
+
+        return MathRule()
+    return RULES[name]
 
 
 def reference_fault(rule: str, answer: str | None) -> str | None:
@@ -116,6 +133,7 @@ RULES: dict[str, Rule] = {
     "exact": exact,
     "format": format,
     "length": length,
+    "length_target": length_target,
     "math": math,
     "reasoning_gym": reasoning_gym,
 }
@@ -123,6 +141,10 @@ RULES: dict[str, Rule] = {
 
 # imported when the rule is loaded, so that a missing extra is found early and no call pays for the import
 IMPORTS = {"math": "quintet.reward.math", "reasoning_gym": "reasoning_gym"}
+
+
+# short and bounded, so that the samples of a group may share a call and its limit
+BATCHED = frozenset({"math"})
 
 
 def needs_pool(rule: str, args: Mapping[str, Any]) -> bool:

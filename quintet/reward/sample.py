@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.types import FinishReason, Group
+from quintet.types import Failure, FailureKind, FinishReason, Group, Rollout
 
 Info = dict[str, Any]
 
@@ -52,3 +52,12 @@ def sample_of(group: Group, index: int) -> Sample:
         test_cases=prompt.test_cases,
         metadata=prompt.metadata,
     )
+
+
+def rollout_failure(rollout: Rollout) -> Failure | None:
+    """Why a rollout is not graded at all: the engine or the environment gave no whole response."""
+    if rollout.failure is not None:
+        return rollout.failure
+    if rollout.finish_reason in (FinishReason.ABORTED, FinishReason.FAILED):
+        return Failure(FailureKind.UNSCORED, f"the rollout was {rollout.finish_reason}", retryable=True)
+    return None

@@ -121,13 +121,18 @@ def distribution_kl(
         return _ChunkedKl.apply(*inputs, config, direction == "reverse")
 
 
+def _policy_and_reference(tensors: Sequence[Tensor], config: HeadConfig) -> tuple[_Head, _Head]:
+    hidden_ND, weight_VD, bias_V, ref_hidden_ND, ref_weight_VD, ref_bias_V = tensors
+    return _Head(hidden_ND, weight_VD, bias_V, config), _Head(ref_hidden_ND, ref_weight_VD, ref_bias_V, config)
+
+
 class _ChunkedKl(torch.autograd.Function):
     """Hidden [N, D], weight [V, D] and bias [V] | None of the policy and of the reference -> KL [N]."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         *tensors, config, is_reverse = inputs
-        policy, reference = _Head(*tensors[:3], config), _Head(*tensors[3:], config)
+        policy, reference = _policy_and_reference(tensors, config)
         kl_N = policy.hidden_ND.new_empty(len(policy.hidden_ND), dtype=torch.float32)
         for rows in _chunks(len(kl_N), config.chunk_tokens):
             logp_CV, logq_CV = policy.logits(rows).log_softmax(-1), reference.logits(rows).log_softmax(-1)
@@ -141,7 +146,7 @@ class _ChunkedKl(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_N,) = grads
         *tensors, kl_N = ctx.saved_tensors
-        policy, reference = _Head(*tensors[:3], ctx.config), _Head(*tensors[3:], ctx.config)
+        policy, reference = _policy_and_reference(tensors, ctx.config)
         gradient = _HeadGradient(policy, ctx.needs_input_grad)
         for rows in _chunks(len(kl_N), ctx.config.chunk_tokens):
             z_CV = policy.logits(rows)

@@ -32,6 +32,10 @@ FLAGS = {
     "check": {"--set", "--out"},
     "replay": {"--step", "--inspect", "--json"},
     "config": {"--set", "--defaults"},
+    "grade math": {"--json", "--unboxed", "--second-opinion"},
+    "grade code": {"--json", "--timeout-s", "--set"},
+    "serve sandbox": {"--port", "--host", "--max-requests", "--set"},
+    "serve reward": {"--fn", "--port", "--host", "--max-requests", "--max-samples", "--set"},
 }
 
 
@@ -58,17 +62,22 @@ def use_api(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) ->
 def test_the_flags_are_these() -> None:
     import typer.main
 
-    root = typer.main.get_command(app)
-    found = {
-        name: {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
-        for name, command in root.commands.items()  # type: ignore[attr-defined]
-    }
-    assert found == FLAGS
+    def flags(group: Any, above: str = "") -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                found |= flags(command, f"{above}{name} ")
+            else:
+                options = (o for p in command.params for o in p.opts if o.startswith("--"))
+                found[above + name] = set(options) - {"--help"}
+        return found
+
+    assert flags(typer.main.get_command(app)) == FLAGS
 
 
 @pytest.mark.parametrize("command", sorted(FLAGS))
 def test_every_command_has_help_with_an_example(command: str) -> None:
-    shown = runner.invoke(app, [command, "--help"])
+    shown = runner.invoke(app, [*command.split(), "--help"])
     assert shown.exit_code == 0 and f"quintet {command} " in shown.output and "Examples" in shown.output
 
 

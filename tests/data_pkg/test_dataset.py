@@ -233,3 +233,18 @@ def test_test_cases_of_another_kind_are_refused(tests: object) -> None:
     rows = as_rows("d", [{"prompt": "p", "answer": "1", "tests": tests}])
     with pytest.raises(QuintetError, match=r"d, row 1: the test cases in 'tests' are n"):
         build_prompts(rows, config("d", columns={"test_cases": "tests"}), encode)
+
+
+@pytest.mark.parametrize(
+    ("tests", "read"),
+    [
+        ('{"inputs": ["1"], "outputs": ["2"]}', [{"inputs": ["1"], "outputs": ["2"]}]),
+        (["assert f(1) == 2", "assert f(2) == 3"], [{"assert": "assert f(1) == 2"}, {"assert": "assert f(2) == 3"}]),
+        ("def check(f):\n    assert f(1)", [{"assert": "def check(f):\n    assert f(1)"}]),
+        ([], []),
+    ],
+)
+def test_test_cases_of_well_known_data_sets_are_understood(tests: object, read: object) -> None:
+    rows = as_rows("d", [{"prompt": "p", "answer": "1", "tests": tests}])
+    prompts, _ = build_prompts(rows, config("d", columns={"test_cases": "tests"}), encode)
+    assert prompts[0].test_cases == read

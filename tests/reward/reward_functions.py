@@ -96,3 +96,46 @@ def positional(text: str, gold: str) -> float:
 
 def imported_modules(solution_str: str, ground_truth: str) -> float:
     return float("torch" in sys.modules)
+
+
+def verl_sleeps(solution_str: str, ground_truth: str) -> float:
+    if solution_str == "sleep":
+        time.sleep(1000)
+    return 1.0
+
+
+def verl_computes(solution_str: str, ground_truth: str) -> float:
+    """A quarter of a second of processor time; leaves its process id as a file."""
+    (Path(ground_truth) / str(os.getpid())).touch()
+    end = time.process_time() + 0.25
+    while time.process_time() < end:
+        pass
+    return 1.0
+
+
+def waits_for_others(solution_str: str, ground_truth: str) -> float:
+    """`slow` waits until the seven others have been here, and a while longer."""
+    folder = Path(ground_truth)
+    if solution_str != "slow":
+        (folder / solution_str).touch()
+        return 1.0
+    while len(list(folder.iterdir())) < 7:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return 1.0
+
+
+def dies_once(solution_str: str, ground_truth: str) -> float:
+    """Ends its worker at the first call, or always."""
+    tried = Path(ground_truth).exists()
+    with open(ground_truth, "a") as file:
+        file.write("x")
+    if not tried or solution_str == "always":
+        os._exit(9)
+    return 1.0
+
+
+def counts_and_fails(solution_str: str, ground_truth: str) -> float:
+    with open(ground_truth, "a") as file:
+        file.write("x")
+    return float("nan")

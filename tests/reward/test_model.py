@@ -96,9 +96,9 @@ def test_it_runs_on_a_thread_of_its_own(
     from quintet.reward import model as module
 
     seen: list[str] = []
-    inner = module._RewardModel._forward
+    inner = module._LocalModel._forward
     monkeypatch.setattr(
-        module._RewardModel, "_forward", lambda s, ids: seen.append(threading.current_thread().name) or inner(s, ids)
+        module._LocalModel, "_forward", lambda s, ids: seen.append(threading.current_thread().name) or inner(s, ids)
     )
     graded = service(reward_model[2])
     asyncio.run(graded.score([group("1+2=", reward_model[1])]))
@@ -128,7 +128,7 @@ def test_a_model_that_fails_is_a_fault_and_no_zero(
     graded = service(reward_model[2])
     graded.start()
     good = asyncio.run(graded.score([group("1+2=", reward_model[1])]))[0]
-    monkeypatch.setattr(module._RewardModel, "_forward", fail)
+    monkeypatch.setattr(module._LocalModel, "_forward", fail)
     groups = [group("1+2=", reward_model[1])]
     scores, faults = asyncio.run(graded._score_group(groups[0]))
     graded.close()
@@ -152,10 +152,81 @@ def test_wrong_options_are_refused_before_anything_loads(args: dict[str, Any], w
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     save_hf_folder(load_model(TINY), load_tokenizer(TINY), tmp_path / "lm")
-    with pytest.raises(QuintetError, match="is no reward model: it is LlamaForCausalLM"):
+    with pytest.raises(QuintetError, match="is no reward model: it is LlamaForCausalLM, and neither"):
         service(str(tmp_path / "lm")).start()
 
 
 def test_batches_hold_rows_of_similar_length() -> None:
     assert _batches([3, 10, 4, 3, 10], 20) == [[0, 3, 2], [1, 4]]
     assert _batches([30, 5], 20) == [[1], [0]]
+
+
+# ---- other kinds of reward model -----------------------------------------------------------------
+
+
+def rewards(path: str, prompt: str = "1+2=", **args: Any) -> list[float | None]:
+    graded = service(path, **args)
+    try:
+        tokenizer = load_tokenizer(TINY)
+        return [s.parts["model"] for s in asyncio.run(graded.score([group(prompt, tokenizer)]))[0]]
+    finally:
+        graded.close()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors"])
+def test_a_language_model_with_a_value_head_is_read_at_the_last_token(
+    reward_model: tuple[ValueModel, Tokenizer, str], tmp_path: Path, file: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, tokenizer, _ = reward_model
+    folder = tmp_path / "lm"
+    save_hf_folder(model.body, tokenizer, folder)
+    head = {"v_head.summary.weight": model.head.weight.detach(), "v_head.summary.bias": torch.tensor([0.5])}
+    before = load_file(folder / file) if (folder / file).exists() else {}
+    save_file(before | head, folder / file, metadata={"format": "pt"})
+    found = rewards(str(folder))
+    assert found == pytest.approx([v + 0.5 for v in expected(model, tokenizer, "1+2=", True)], abs=1e-4)
+
+
+def test_the_body_may_compute_in_bfloat16(reward_model: tuple[ValueModel, Tokenizer, str]) -> None:
+    exact, rough = rewards(reward_model[2]), rewards(reward_model[2], dtype="bfloat16")
+    assert rough == pytest.approx(exact, abs=0.2) and rough != pytest.approx(exact, abs=1e-6)
+
+
+def test_an_encoder_reads_the_pair_in_its_own_form(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"0123456789+=", *(f"##{c}" for c in "0123456789+=")]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_labels": 3}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(vocabulary), num_attention_heads=2, **sizes)).eval()
+    torch.nn.init.normal_(model.classifier.weight)
+    model.save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    with torch.no_grad():
+        one_by_one = [float(model(**tokenizer("1+2=", a, return_tensors="pt")).logits[0, 2]) for a in ANSWERS]
+    assert rewards(str(tmp_path / "bert"), label=2) == pytest.approx(one_by_one, abs=1e-4)
+    with pytest.raises(QuintetError, match=r"has 3 labels: say which one is the reward, label: N \(0 LABEL_0"):
+        rewards(str(tmp_path / "bert"))
+    with pytest.raises(QuintetError, match="there is no label 3"):
+        rewards(str(tmp_path / "bert"), label=3)
+
+
+def test_a_conversation_is_read_as_the_template_closes_it(
+    reward_model: tuple[ValueModel, Tokenizer, str], tmp_path: Path
+) -> None:
+    model, tokenizer, path = reward_model
+    with pytest.raises(QuintetError, match="has no chat template: use turn"):
+        rewards(path, reads="conversation")
+    end = tokenizer.hf.eos_token
+    tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }}" + end + "=" + "{% endfor %}"
+    save_reward_folder(model.body, model.head, tokenizer, tmp_path / "chat")
+    found = rewards(str(tmp_path / "chat"), reads="conversation")
+    for value, text in zip(found, ANSWERS, strict=True):
+        ids = tokenizer.encode(f"1+2={end}={text}{end}=")
+        with torch.no_grad():
+            hidden = model.body.get_decoder()(input_ids=torch.tensor([ids])).last_hidden_state
+            assert value == pytest.approx(float(model.head(hidden[0, -1])), abs=1e-4)

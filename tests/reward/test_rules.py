@@ -12,7 +12,7 @@ import pytest
 from quintet.reward.config import RewardConfig
 from quintet.reward.errors import FunctionFailed
 from quintet.reward.extract import after_thinking, last_box, numbers, single_number
-from quintet.reward.rules import exact, format, length, number, reasoning_gym
+from quintet.reward.rules import exact, format, length, length_target, number, reasoning_gym
 from quintet.reward.sample import Sample
 from quintet.reward.service import LocalRewardService
 from quintet.types import QuintetError
@@ -149,6 +149,11 @@ def test_length_is_the_soft_overlong_punishment() -> None:
     assert [length(sample("", tokens=n), max_tokens=10).value for n in (10, 11)] == [0.0, -1.0]
 
 
+def test_length_target_is_the_closeness_to_a_wanted_length() -> None:
+    found = [length_target(sample("", tokens=n), tokens=4).value for n in (4, 3, 6, 0, 8, 99)]
+    assert found == [0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
+
+
 def test_reasoning_gym_grades_with_the_tasks_own_rule() -> None:
     # REW21: the right value out of numbers that were not given is not an answer
     pytest.importorskip("reasoning_gym")
@@ -171,6 +176,7 @@ def test_reasoning_gym_grades_with_the_tasks_own_rule() -> None:
         ({"fn": "number", "args": {"extrct": "boxed"}}, "no option `extrct`; did you mean `extract`"),
         ({"fn": "number", "args": {"extract": "middle"}}, "option `extract`"),
         ({"fn": "length"}, "option `max_tokens`: Field required"),
+        ({"fn": "length_target", "args": {"tokens": 0}}, "option `tokens`: Input should be greater than 0"),
         ({"fn": "format", "args": {"pattern": "("}}, "option `pattern`: no regular expression"),
     ],
 )

@@ -27,8 +27,15 @@ def equal(gold: Node, answer: Node) -> bool:
         raise Unreadable(f"more than {MAX_ITEMS} items")
     if gold.kind == "rel" == answer.kind and gold.text == "=" == answer.text and _equal_equations(gold, answer):
         return True
-    gold, answer = prepare(gold), prepare(answer, chain=gold.kind != "rel")
+    gold, answer = prepare(gold, chain=answer.kind != "rel"), prepare(answer, chain=gold.kind != "rel")
+    gold, answer = _with_constant(gold, answer), _with_constant(answer, gold)
     return _equal(_with_counter(gold, answer), _with_counter(answer, gold))
+
+
+def _with_constant(node: Node, other: Node) -> Node:
+    """A constant of integration may be `c` on one side and `C` on the other."""
+    swapped = node.kind == "add" and "c" in node.symbols - other.symbols and "C" in other.symbols - node.symbols
+    return rename(node, "c", "C") if swapped else node
 
 
 def _with_counter(node: Node, other: Node) -> Node:
@@ -52,9 +59,13 @@ def _equal(gold: Node, answer: Node) -> bool:
         return _equal_relations(gold, answer)
     if gold.kind == answer.kind == "ratio":
         return _equal_ratios(gold, answer)
-    if "ratio" in kinds or "matrix" in kinds or "row" in kinds:
+    if _is_named_tuple(gold) or _is_named_tuple(answer):
+        return _equal_named(gold, answer)
+    if kinds == {"matrix", "tuple"}:
+        return _equal(*map(_as_vector, (gold, answer)))
+    if kinds & {"ratio", "matrix", "row", "compound"}:
         return gold.kind == answer.kind and _elementwise(gold.args, answer.args)
-    if gold.kind == answer.kind == "interval":
+    if gold.kind == answer.kind == "interval" and (gold.symbols or answer.symbols):
         return gold.text == answer.text and _elementwise(gold.args, answer.args)
     if kinds & _SETS:
         return _equal_sets(gold, answer)
@@ -72,7 +83,15 @@ def _equal(gold: Node, answer: Node) -> bool:
 def _equal_units(gold: Node, answer: Node) -> bool:
     """A unit may be missing on one side; two different ones never match."""
     if gold.kind == answer.kind == "unit":
-        return gold.text == answer.text and _equal(gold.args[0], answer.args[0])
+        if gold.text != answer.text:
+            return False
+        modulus = re.fullmatch(r"mod (\d{1,9})", gold.text)
+        a, b = gold.args[0].value, answer.args[0].value
+        if modulus and a is not None and b is not None and int(modulus[1]) > 0:
+            return (a - b) % int(modulus[1]) == 0
+        return _equal(gold.args[0], answer.args[0])
+    if {"compound", "text"} & {gold.kind, answer.kind}:
+        return False
     return _equal(*(node.args[0] if node.kind == "unit" else node for node in (gold, answer)))
 
 
@@ -106,7 +125,7 @@ def _unordered(gold: Sequence[Node], answer: Sequence[Node]) -> bool:
 
 def _equal_ratios(gold: Node, answer: Node) -> bool:
     """In proportion; what looks like a time of day (`1:30`) entry by entry."""
-    clock = any(len(n.args) == 2 and re.fullmatch(r"[0-5]\d", n.args[1].text) for n in (gold, answer))
+    clock = all(len(n.args) == 2 and re.fullmatch(r"[0-5]\d", n.args[1].text) for n in (gold, answer))
     if clock or len(gold.args) != len(answer.args):
         return _elementwise(gold.args, answer.args)
     return all(
@@ -115,12 +134,43 @@ def _equal_ratios(gold: Node, answer: Node) -> bool:
     )
 
 
+def _is_named_tuple(node: Node) -> bool:
+    """`P(1, 2)`, read as a product of a capital letter and a tuple."""
+    return (
+        node.kind == "mul"
+        and node.args[1].kind == "tuple"
+        and node.args[0].kind == "sym"
+        and node.args[0].text.isupper()
+    )
+
+
+def _equal_named(gold: Node, answer: Node) -> bool:
+    """A point with its name beside a point; `C(7, 3)` beside a number counts combinations."""
+    if gold.kind == answer.kind:
+        return gold.args[0] == answer.args[0] and _equal(gold.args[1], answer.args[1])
+    named, other = (gold, answer) if _is_named_tuple(gold) else (answer, gold)
+    inner = named.args[1]
+    if other.kind in ("tuple", "matrix", "list"):
+        return _equal(inner, other)
+    return named.args[0].text == "C" and len(inner.args) == 2 and _equal(Node("fn", inner.args, "binom"), other)
+
+
+def _as_vector(node: Node) -> Node:
+    """A matrix of one column or one row as a tuple."""
+    if node.kind != "matrix":
+        return node
+    rows = [row.args for row in node.args]
+    if all(len(row) == 1 for row in rows):
+        return Node("tuple", tuple(row[0] for row in rows))
+    return Node("tuple", rows[0]) if len(rows) == 1 else Node("row", node.args)
+
+
 def _equal_sets(gold: Node, answer: Node) -> bool:
     if gold.kind in ("set", "list") and answer.kind in ("set", "list"):
         return _unordered(_distinct(gold.args), _distinct(answer.args))
     line = RealLine()
     try:
-        return line.equal(line.read(gold), line.read(answer))
+        return line.equal(_solutions(line, gold), _solutions(line, answer))
     except Unreadable:
         return gold.kind == answer.kind and gold.text == answer.text and _elementwise(gold.args, answer.args)
 
@@ -164,15 +214,24 @@ def _equal_relations(gold: Node, answer: Node) -> bool:
 
 
 def _solutions(line: RealLine, node: Node) -> Any:
-    if not _is_inequality_list(node):
+    """Of one relation or set; of a list of them the union, or where that is meant the intersection.
+
+    `x > 2, x < 5` means both; `x < 2, x > 5` would then mean nothing, and so means either. Intervals are joined.
+    """
+    inequalities = _is_inequality_list(node)
+    if not inequalities and not (node.kind == "list" and all(_is_interval(item) for item in node.args)):
         return line.read(node)
     parts = [line.read(item) for item in node.args]
-    if node.text == "or":
-        return line.union([interval for part in parts for interval in part])
     result = parts[0]
     for part in parts[1:]:
         result = line.intersect(result, part)
-    return result
+    if inequalities and node.text != "or" and (result or node.text == "and"):
+        return result
+    return line.union([interval for part in parts for interval in part])
+
+
+def _is_interval(node: Node) -> bool:
+    return node.kind in ("interval", "cup") or (node.kind == "tuple" and len(node.args) == 2)
 
 
 def _equal_shapes(gold: Node, answer: Node) -> bool:
@@ -180,8 +239,13 @@ def _equal_shapes(gold: Node, answer: Node) -> bool:
     for one, other in ((gold, answer), (answer, gold)):
         if one.kind == "rel" and one.text == "=" and other.kind != "rel":
             return is_label(one.args[0]) and _equal(one.args[1], other)
-    if gold.kind != "rel" or answer.kind != "rel" or len(gold.args) != 2 or len(answer.args) != 2:
+    if gold.kind == answer.kind == "list":
+        return _unordered(gold.args, answer.args)
+    if gold.kind != "rel" or answer.kind != "rel" or len(gold.args) != len(answer.args):
         return False
+    if len(gold.args) > 2:
+        gold, answer = _rising(gold), _rising(answer)
+        return gold.text == answer.text and _elementwise(gold.args, answer.args)
     turned = {">": "<", "ge": "le"}
     sides = []
     for node in (gold, answer):
@@ -191,6 +255,15 @@ def _equal_shapes(gold: Node, answer: Node) -> bool:
         return False
     factor = _constant_ratio(sides[0][1], sides[1][1])
     return factor is not None and factor > 0
+
+
+def _rising(node: Node) -> Node:
+    """A chain `c > b > a` from its other end."""
+    turned = {">": "<", "ge": "le"}
+    relations = node.text.split()
+    if not set(relations) <= turned.keys():
+        return node
+    return Node("rel", node.args[::-1], " ".join(turned[relation] for relation in reversed(relations)))
 
 
 def _equal_equations(gold: Node, answer: Node) -> bool:
@@ -244,10 +317,29 @@ def _long_decimal(literal: Node, value: Fraction) -> bool:
     sign = 1
     while literal.kind == "neg":
         literal, sign = literal.args[0], -sign
-    whole, point, decimals = literal.text.partition(".")
-    if literal.value is None or not point or len((whole + decimals).lstrip("0")) < LONG_DECIMAL_DIGITS:
+    digits = literal.text.replace(".", "", 1).lstrip("0")
+    if literal.value is None or "." not in literal.text or not digits.isdigit() or len(digits) < LONG_DECIMAL_DIGITS:
         return False
-    return abs(sign * literal.value - value) < Fraction(1, 10 ** len(decimals))
+    if value * sign <= 0 or not _repeats(value):
+        return False
+    unit = Fraction(10) ** (_exponent(abs(value)) - LONG_DECIMAL_DIGITS + 1)  # of the twelfth digit
+    a, b = literal.value / unit, abs(value) / unit
+    return int(a) == int(b) or round(a) == round(b)
+
+
+def _repeats(value: Fraction) -> bool:
+    """Whether its decimals go on for ever: the denominator has a prime factor beside 2 and 5."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest != 1
+
+
+def _exponent(value: Fraction) -> int:
+    """Of ten, in scientific notation; `value` is positive."""
+    guess = len(str(value.numerator)) - len(str(value.denominator))
+    return guess if value >= Fraction(10) ** guess else guess - 1
 
 
 def _is_zero_numerically(a: Node, b: Node) -> bool:

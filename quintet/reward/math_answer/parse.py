@@ -6,21 +6,20 @@ Nothing is evaluated here, and nothing is ever executed: an answer is data.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from fractions import Fraction
 
+from quintet.reward.math_answer.literal import BASES, flat, mixed, number_literal
 from quintet.reward.math_answer.text import Token, tokenise
 from quintet.reward.math_answer.tree import ZERO, Node, Unreadable, names, negate, number
 from quintet.reward.math_answer.units import CURRENCIES, SINGLE_LETTERS, canonical_unit
 
 MAX_DEPTH = 40
-MAX_DIGITS = 4000
 _END = Token("end", "")
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "le", "ge": "ge", "ne": "ne", "in": "in", "approx": "approx"}
 _SETS = {"cup": "cup", "cap": "cap", "setminus": "minus"}
 _CONSTANTS = {"pi": "pi", "infty": "inf", "reals": "reals"}
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+_NEGATIONS = names("not no never neither cannot isn't except without")
 _MATRICES = names("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
 
@@ -31,19 +30,6 @@ def parse(text: str) -> Node:
     if parser.peek.kind != "end":
         raise Unreadable(f"unexpected {parser.peek.text!r}")
     return node
-
-
-def number_literal(literal: str) -> Node:
-    """Exactly; `0.1\\overline{6}` is 1/6."""
-    match = re.fullmatch(r"([\d.]*)(?:\\(?:overline|dot|bar)\s*\{?(\d+)\}?)?(?:[eE]([+-]?\d+))?", literal)
-    if match is None or len(literal) > MAX_DIGITS:
-        raise Unreadable(f"number {literal[:20]}")
-    fixed, repeat, exponent = match[1], match[2], int(match[3] or 0)
-    value = Fraction(fixed if fixed[-1:] != "." else fixed + "0")
-    if repeat:
-        decimals = len(fixed.partition(".")[2])
-        value += Fraction(int(repeat), (10 ** len(repeat) - 1) * 10**decimals)
-    return Node("num", text="" if repeat else literal, value=value * Fraction(10) ** exponent)
 
 
 class _Parser:
@@ -82,6 +68,9 @@ class _Parser:
         if self._depth > MAX_DEPTH:
             raise Unreadable("nested too deeply")
         items = [self.relation()]
+        if infix := self.accept("over", "choose", "atop"):  # plain TeX: everything before, everything after
+            pair = (items[0], self.relation())
+            items = [Node("div", pair) if infix.text == "over" else Node("fn", pair, "binom")]
         joint = ","
         while self._separator():
             while (separator := self._separator()) is not None:
@@ -102,7 +91,9 @@ class _Parser:
     def relation(self) -> Node:
         self.accept("approx", "=")
         if self.peek.kind == "text" and self.peek.text not in CURRENCIES and self._starts_factor(self.ahead(1)):
-            self.take()  # words before the answer
+            words = self.take().text.lower().split()  # before the answer, such as `the answer is`
+            if _NEGATIONS & set(words):
+                raise Unreadable("a negation")
         operands, relations = [self.set_expression()], []
         while self.peek.kind in ("op", "cmd") and self.peek.text in _RELATIONS:
             relations.append(_RELATIONS[self.take().text])
@@ -122,7 +113,12 @@ class _Parser:
         while self.peek == Token("op", ":", self.peek.glued):
             self.take()
             parts.append(self.sum())
-        return Node("ratio", tuple(parts)) if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        last = parts[-1]
+        if last.kind == "unit":  # 8:30 p.m.
+            return Node("unit", (Node("ratio", (*parts[:-1], last.args[0])),), last.text)
+        return Node("ratio", tuple(parts))
 
     # ---- arithmetic
 
@@ -141,7 +137,7 @@ class _Parser:
         return node
 
     def product(self) -> Node:
-        if self.peek.kind == "text" and self.peek.text in CURRENCIES and self.ahead(1).kind == "num":
+        if self.peek.kind == "text" and self.peek.text in CURRENCIES and self._starts_number(1):
             currency = self.take().text
             return Node("unit", (self.product(),), currency)
         node = self.signed()
@@ -153,11 +149,19 @@ class _Parser:
             elif self.accept("/", "div"):
                 node = Node("div", (node, self.signed()))
             elif self.peek.kind == "text":
-                return self._unit(node)
+                return self._compound(self._unit(node))
+            elif node.kind == "unit" and self.peek.kind == "num":
+                return self._compound(node)
+            elif self.accept("mod"):
+                return Node("unit", (node,), f"mod {flat(self.argument(whole_number=True))}")
             elif self._starts_factor(self.peek):
                 node = self._juxtaposed(node)
             else:
                 return node
+
+    def _starts_number(self, offset: int) -> bool:
+        token = self.ahead(offset)
+        return token.kind == "num" or (token.text in ("-", "+") and self.ahead(offset + 1).kind == "num")
 
     def _juxtaposed(self, node: Node) -> Node:
         """A number beside a proper fraction is a mixed number, beside another number nothing; else a product."""
@@ -165,13 +169,13 @@ class _Parser:
             whole, fraction = node, self.power()
             if self.accept("/") is None:
                 raise Unreadable("two numbers side by side")
-            return _mixed(whole, Node("div", (fraction, self.power())), strict=True)
+            return mixed(whole, Node("div", (fraction, self.power())), strict=True)
         letter = self.peek
         factor = self.power()
         if node.kind == "num" and factor.kind == "div":
-            return _mixed(node, factor, strict=False)
+            return mixed(node, factor, strict=False)
         if node.kind == "num" and factor.text == "percent" and factor.args[0].kind == "div":
-            return replace(factor, args=(_mixed(node, factor.args[0], strict=False),))
+            return replace(factor, args=(mixed(node, factor.args[0], strict=False),))
         perhaps_unit = node.kind == "num" and letter.text in SINGLE_LETTERS and not letter.glued
         return Node("mul", (node, factor), letter.text if perhaps_unit and self.peek.kind == "end" else "")
 
@@ -196,7 +200,7 @@ class _Parser:
         scale = self.peek.text if self.peek.kind == "sym" and self.peek.text in ("C", "F") else ""
         if scale:
             self.take()
-        return Node("unit", (node,), f"degree{scale}")
+        return Node("unit", (node,), {"C": "celsius degree", "F": "degree fahrenheit"}.get(scale, "degree"))
 
     def postfix(self, node: Node) -> Node:
         while True:
@@ -214,15 +218,24 @@ class _Parser:
                 return node
 
     def _subscript(self, node: Node) -> Node:
-        index = self.argument(whole_number=True)
+        index = self._index()
         if node.kind == "sym":
-            return Node("sym", text=f"{node.text}_{_flat(index)}")
+            return Node("sym", text=f"{node.text}_{flat(index)}")
         if node.kind == "num" and node.text.isdigit() and index.kind == "num" and index.value is not None:
             base = int(index.value)
             if not 2 <= base <= 36 or any(int(digit) >= base for digit in node.text):
                 raise Unreadable(f"{node.text} in base {base}")
             return number(int(node.text, base))
         raise Unreadable("subscript")
+
+    def _index(self) -> Node:
+        """`x_{\\max}` and `x_{n+1}` are names, `101_{\\text{two}}` a base."""
+        inside = self.ahead(1) if self.peek.text == "{" else self.peek
+        if inside.kind == "fn":
+            self._at += 1 if inside is self.peek else 3
+            return Node("text", text=inside.text)
+        index = self.argument(whole_number=True)
+        return number(BASES[index.text]) if index.kind == "text" and index.text in BASES else index
 
     def _starts_factor(self, token: Token) -> bool:
         if token.kind in ("num", "sym", "fn"):
@@ -237,6 +250,7 @@ class _Parser:
             "lceil",
             "begin",
             "ldots",
+            "hex",
             "{",
             *_CONSTANTS,
         )
@@ -247,9 +261,25 @@ class _Parser:
             words.append(self.take().text)
             if self.peek.text == "^" and self.peek.kind == "op":
                 self.take()
-                words.append(f"^{_flat(self.argument(whole_number=True))}")
+                words.append(f"^{flat(self.argument(whole_number=True))}")
         unit = canonical_unit(" ".join(words).replace(" ^", "^"))
         return Node("fn", (node,), "percent") if unit == "percent" else Node("unit", (node,), unit)
+
+    def _compound(self, first: Node) -> Node:
+        """`2 hours 30 minutes`, `12^\\circ 30'`: several measures that together are one."""
+        parts = [first]
+        while self.peek.kind == "num" and parts[-1].kind == "unit":
+            value = self.power()
+            minutes = 0
+            while self.accept("'"):
+                minutes += 1
+            if minutes:
+                parts.append(Node("unit", (value,), {1: "arcminute", 2: "arcsecond"}.get(minutes, "")))
+            elif self.peek.kind == "text":
+                parts.append(self._unit(value))
+            else:
+                raise Unreadable("a number after a unit")
+        return parts[0] if len(parts) == 1 else Node("compound", tuple(parts))
 
     # ---- primaries
 
@@ -339,6 +369,8 @@ class _Parser:
                 return Node("fn", (node,), name[1:])
             case "begin":
                 return self._matrix()
+            case "hex":
+                return self._hexadecimal()
         raise Unreadable(f"unknown command \\{name}")
 
     def _root(self) -> Node:
@@ -347,6 +379,15 @@ class _Parser:
             degree = self.sum()
             self.expect("]")
         return Node("root", (self.argument(), degree))
+
+    def _hexadecimal(self) -> Node:
+        self.expect("{")
+        digits = ""
+        while not self.accept("}"):
+            digits += self.take().text
+        self.expect("_")
+        self.argument(whole_number=True)
+        return number(int(digits, 16))
 
     def _set(self) -> Node:
         if self.accept("}"):
@@ -362,6 +403,9 @@ class _Parser:
         return Node("set", node.args if node.kind == "list" else (node,))
 
     def _function(self, name: str) -> Node:
+        if name in ("min", "max", "gcd", "lcm") and self.accept("{"):
+            chosen = self._set()
+            return Node("fn", chosen.args, name)
         base: Node | None = None
         exponent: Node | None = None
         while self.peek.kind == "op" and self.peek.text in "_^":
@@ -407,7 +451,7 @@ class _Parser:
             elif not self.accept("&"):
                 cells.append(self.answer())
         self._environment()
-        return Node("matrix", tuple(rows))
+        return Node("matrix", tuple(rows), "det" if name == "vmatrix" else "")
 
     def _environment(self) -> str:
         self.expect("{")
@@ -422,20 +466,3 @@ class _Parser:
 
 def _direction(sign: Token) -> str:
     return "+" if sign.text == "pm" else "-"
-
-
-def _mixed(whole: Node, fraction: Node, *, strict: bool) -> Node:
-    """`2\\frac{1}{2}` is two and a half. An improper fraction multiplies in TeX and means nothing in plain text."""
-    top, bottom = (part.value for part in fraction.args)
-    if top is not None and bottom is not None and whole.value is not None and whole.text.isdigit() and 0 < top < bottom:
-        return Node("add", (whole, fraction))
-    if strict:
-        raise Unreadable("a number beside an improper fraction")
-    return Node("mul", (whole, fraction))
-
-
-def _flat(node: Node) -> str:
-    """An index as text: `n+1`, `12`."""
-    if node.value is not None:
-        return str(node.value)
-    return node.text + "".join(f"{node.kind[0]}{_flat(arg)}" for arg in node.args)

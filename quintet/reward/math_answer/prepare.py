@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.reward.math_answer.tree import Node, names, negate
+from quintet.reward.math_answer.tree import ONE, ZERO, Node, Unreadable, names, negate, number
 from quintet.reward.math_answer.value import degrees_to_radians, fold
 
 _KEEP_DIGITS = names("num list set tuple neg unit ratio matrix row")
@@ -15,12 +15,50 @@ _INTEGERS = names("Z N")
 
 def prepare(node: Node, *, chain: bool = False) -> Node:
     """`chain`: the other side is no relation, so that `\\sin x = 1/2` may state the value after its equals sign."""
-    return _fold(_unlabel(_plus_minus(degrees_to_radians(node)), chain))
+    return _fold(_unlabel(_plus_minus(_whole(degrees_to_radians(node))), chain))
 
 
 def _fold(node: Node) -> Node:
     """`fold`, but a decimal literal that is the whole answer keeps its digits."""
     return node.map_args(_fold) if node.kind in _KEEP_DIGITS else fold(node)
+
+
+def _whole(node: Node) -> Node:
+    """Products with a matrix multiplied out, determinants written out, `\\mathbb{R} - \\{0\\}` a difference of sets."""
+    if not any(part.kind in ("matrix", "reals") for part in node.walk()):
+        return node
+    node = node.map_args(_whole)
+    if node.kind == "matrix" and node.text == "det":
+        return _determinant([row.args for row in node.args])
+    if node.kind == "add" and node.args[0].kind == "reals" and node.args[1].kind == "neg":
+        return Node("minus", (node.args[0], node.args[1].args[0]))
+    if node.kind == "neg" and node.args[0].kind == "matrix":
+        return _scaled(number(-1), node.args[0])
+    if node.kind == "mul" and [arg.kind for arg in node.args].count("matrix") == 1:
+        first, second = node.args
+        return _scaled(first, second) if second.kind == "matrix" else _scaled(second, first)
+    if node.kind == "div" and node.args[0].kind == "matrix":
+        return _scaled(Node("div", (ONE, node.args[1])), node.args[0])
+    return node
+
+
+def _scaled(factor: Node, matrix: Node) -> Node:
+    rows = (replace(row, args=tuple(Node("mul", (factor, cell)) for cell in row.args)) for row in matrix.args)
+    return replace(matrix, args=tuple(rows))
+
+
+def _determinant(rows: list[tuple[Node, ...]]) -> Node:
+    """By expansion along the first row. Raises Unreadable above four rows or for what is not square."""
+    if len(rows) > 4 or any(len(row) != len(rows) for row in rows):
+        raise Unreadable("a determinant of more than four rows, or not square")
+    if len(rows) == 1:
+        return rows[0][0]
+    total = ZERO
+    for column, cell in enumerate(rows[0]):
+        minor = _determinant([(*row[:column], *row[column + 1 :]) for row in rows[1:]])
+        term = Node("mul", (cell, minor))
+        total = Node("add", (total, negate(term) if column % 2 else term))
+    return total
 
 
 # ---- plus-minus
@@ -53,8 +91,10 @@ def is_label(node: Node) -> bool:
         return True
     if node.kind == "mul":
         first, second = node.args
-        function = first.kind == "sym" and first.text.rstrip("'") in _FUNCTION_NAMES and second.kind == "num"
-        return function or (is_label(first) and is_label(second))
+        if first.kind == "pow" and first.args[1] == number(-1):  # an inverse function
+            first = first.args[0]
+        function = first.kind == "sym" and first.text.rstrip("'").partition("_")[0] in _FUNCTION_NAMES
+        return (function and second.kind in ("num", "neg", "rel", "div")) or (is_label(first) and is_label(second))
     if node.kind == "div":
         return all(part.kind == "mul" and part.args[0].text == "d" for part in node.args)
     return node.kind in ("tuple", "row") and all(arg.kind == "sym" for arg in node.args)
@@ -74,6 +114,8 @@ def _unlabel(node: Node, chain: bool) -> Node:
     if not set(relations) <= {"=", "approx"}:
         return node
     node = replace(node, text=node.text.replace("approx", "="))
+    if len(node.args) == 2 and node.args[1].kind == "sym" and not node.args[0].symbols:  # 12 = x
+        node = replace(node, args=node.args[::-1])
     return node.args[-1] if _states_a_value(node, chain) else node
 
 
@@ -89,9 +131,14 @@ def _states_a_value(node: Node, chain: bool) -> bool:
         return False
     if is_label(first) or not first.symbols:
         return True
-    parts = {part.kind for part in first.walk()}
+    parts = {part.kind for part in _opaque(first).walk()}
     allowed = {"sym", "add", "mul", "fn", "div", "neg", "pi"} if chain else {"sym", "add", "mul"}
     return parts <= allowed and fold(last).value != 0
+
+
+def _opaque(node: Node) -> Node:
+    """Names such as `f(1)` as one symbol each."""
+    return Node("sym", text=str(node)) if is_label(node) else node.map_args(_opaque)
 
 
 def _unlabel_list(node: Node, chain: bool) -> Node:
@@ -121,8 +168,8 @@ def _without_integers(node: Node) -> Node:
     return items[0] if len(items) == 1 else replace(node, args=items)
 
 
-def rename(node: Node, name: str) -> Node:
-    """The symbol `name` becomes `COUNTER`."""
+def rename(node: Node, name: str, new: str = COUNTER) -> Node:
+    """The symbol `name` becomes `new`."""
     if node.kind == "sym" and node.text == name:
-        return Node("sym", text=COUNTER)
-    return node.map_args(lambda arg: rename(arg, name))
+        return Node("sym", text=new)
+    return node.map_args(lambda arg: rename(arg, name, new))

@@ -144,6 +144,9 @@ class RealLine:
         """`|f| < c` is f < c and f > -c; everything else is a sign of left - right."""
         if _infinite(left) or _infinite(right):  # -oo < x says nothing
             return [Interval(-self.mp.inf, self.mp.inf, False, False)]
+        if right.kind == "fn" and right.text == "abs" and not left.symbols:
+            turned = {"<": ">", ">": "<", "le": "ge", "ge": "le"}
+            return self._solve_any(right, turned.get(relation, relation), left, name)
         if left.kind != "fn" or left.text != "abs" or right.symbols:
             return self._solve_one(fold(subtract(left, right)), relation, name)
         above = self._solve_one(fold(subtract(left.args[0], right)), relation, name)

@@ -1,4 +1,4 @@
-"""From the text of an answer to tokens: styling removed, notations made one, words told from products of letters."""
+"""From the normalised text of an answer to tokens: styling removed, words told from products of letters."""
 
 from __future__ import annotations
 
@@ -6,102 +6,38 @@ import re
 from dataclasses import dataclass
 
 from quintet.reward.extract import closing_brace
+from quintet.reward.math_answer.spelling import normalise
 from quintet.reward.math_answer.tree import Unreadable, names
 from quintet.reward.math_answer.units import UNITS
 
-MAX_CHARS = 2000
-
-_UNICODE = str.maketrans(
-    {
-        **{
-            "−": "-",
-            "–": "-",
-            "—": "-",
-            "﹣": "-",
-            "－": "-",
-            "＋": "+",
-            "＝": "=",
-            "，": ",",
-            "；": ";",
-            "（": "(",
-            "）": ")",
-        },
-        **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "},
-        **{"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in "},
-        **{
-            "±": r"\pm ",
-            "∓": r"\mp ",
-            "≈": r"\approx ",
-            "∅": r"\emptyset ",
-            "ℝ": r"\mathbb{R}",
-            "％": "%",
-            "θ": r"\theta ",
-        },
-        **{
-            "½": r"\frac12 ",
-            "¼": r"\frac14 ",
-            "¾": r"\frac34 ",
-            "²": "^2",
-            "³": "^3",
-            "⁄": "/",
-            "∕": "/",
-            "\u00a0": " ",
-        },
-        **{
-            "€": r"\text{euro}",
-            "£": r"\text{pound}",
-            "¥": r"\text{yen}",
-            "。": ".",
-            "：": ":",
-            "“": "",
-            "”": "",
-            "’": "'",
-        },
-    }
-)
 _ALIASES = {
-    **{"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"},
-    **{
-        "leq": "le",
-        "leqslant": "le",
-        "geq": "ge",
-        "geqslant": "ge",
-        "neq": "ne",
-        "lt": "<",
-        "gt": ">",
-        "sim": "approx",
-    },
-    **{"ast": "cdot", "bullet": "cdot", "backslash": "setminus", "smallsetminus": "setminus", "varnothing": "emptyset"},
-    **{"lbrace": "{", "rbrace": "}", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "colon": ":", "doteq": "="},
-    **{"R": "reals", "Reals": "reals", "real": "reals", "infin": "infty", "degree": "circ", "simeq": "approx"},
-    **{"rm": "", "bf": "", "it": "", "boxed": "", "fbox": "", "land": "and", "lor": "or", "wedge": "and", "vee": "or"},
-    **{"langle": "(", "rangle": ")", "lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "thickspace": ""},
-    **{
-        "quad": "",
-        "qquad": "",
-        "displaystyle": "",
-        "textstyle": "",
-        "limits": "",
-        "nolimits": "",
-        "hspace": "",
-        "enspace": "",
-    },
-    **{
-        "varepsilon": "epsilon",
-        "varphi": "phi",
-        "vartheta": "theta",
-        "angle": "",
-        "triangle": "",
-        "measuredangle": "",
-        "dots": "ldots",
-        "cdots": "ldots",
-    },
+    **dict.fromkeys(names("dfrac tfrac cfrac"), "frac"),
+    **dict.fromkeys(names("dbinom tbinom"), "binom"),
+    **dict.fromkeys(names("leq leqslant leqq"), "le"),
+    **dict.fromkeys(names("geq geqslant geqq"), "ge"),
+    **dict.fromkeys(names("sim simeq approxeq cong"), "approx"),
+    **dict.fromkeys(names("ast bullet star"), "cdot"),
+    **dict.fromkeys(names("backslash smallsetminus"), "setminus"),
+    **dict.fromkeys(names("R Reals real"), "reals"),
+    **dict.fromkeys(names("land wedge"), "and"),
+    **dict.fromkeys(names("lor vee"), "or"),
+    **dict.fromkeys(names("mid vert lvert rvert"), "|"),
+    **dict.fromkeys(names("dots cdots dotsc dotsb"), "ldots"),
+    **dict.fromkeys(names("doteq equiv Leftrightarrow iff"), "="),
+    **dict.fromkeys(names("langle lparen"), "("),
+    **dict.fromkeys(names("rangle rparen"), ")"),
+    **dict.fromkeys(names("rm bf it boxed fbox thickspace quad qquad displaystyle textstyle limits nolimits"), ""),
+    **dict.fromkeys(names("hspace enspace angle triangle measuredangle square"), ""),
+    **{"neq": "ne", "lt": "<", "gt": ">", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "colon": ":"},
+    **{"infin": "infty", "degree": "circ", "lbrack": "[", "rbrack": "]", "arctg": "arctan", "tg": "tan", "ctg": "cot"},
+    **{"varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta"},
 }
 _STYLES = (
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|cal|bb|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm"
     r"|emph|underline|bold|overline|vec|hat|bar|tilde|widehat|overrightarrow)"
 )
 _ACCENTS = frozenset(rf"\{name}" for name in names("overline vec hat bar tilde widehat overrightarrow"))
+_UPRIGHT = frozenset(rf"\{name}" for name in names("text textrm textnormal mathrm mbox hbox operatorname rm"))
 FUNCTIONS = names(
     "sin cos tan cot sec csc arcsin arccos arctan asin acos atan sinh cosh tanh ln log lg exp sqrt abs floor ceil gcd "
     "lcm min max"
@@ -111,17 +47,26 @@ GREEK = names(
     "Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar"
 )
 _PLAIN_NAMES = {"pi": "pi", "infinity": "infty", "infty": "infty", "inf": "infty", "oo": "infty"}
+_PHRASES = {
+    **dict.fromkeys(("infinity", "positive infinity"), (("cmd", "infty"),)),
+    "negative infinity": (("op", "-"), ("cmd", "infty")),
+    **dict.fromkeys(("all real numbers", "all reals", "all real", "the real numbers", "reals"), (("cmd", "reals"),)),
+    **dict.fromkeys(("empty set", "the empty set"), (("cmd", "emptyset"),)),
+    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions"), (("cmd", "emptyset"),)),
+}
+_MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_ORDINALS = names("th st nd rd")
+_OPTION = re.compile(r"(?:(?:option|choice|answer)\s+)?\(?([A-Za-z])\)?[.:]?", re.IGNORECASE)
+_UNIT_EXPRESSION = re.compile(r"[A-Za-zµ°\s./*^{}\d-]*[A-Za-z][A-Za-zµ°\s./*^{}\d-]*")
 _SEPARATORS = {"or": "or", "and": "and", "或": "or", "和": "and", "或者": "or", "ou": "or"}
 _NUMBER = re.compile(
     r"(?:\d+\.\d+|\.\d+|\d+\.(?=\\)|\d+)(?:\\(?:overline|dot|bar)\s*\{?(?P<repeat>\d+)\}?)?(?:[eE][+-]?\d{1,4}(?![\w]))?"
 )
 _STYLE = re.compile(_STYLES + r"\s*(?=\{)")
 _LETTERS = re.compile(r"[A-Za-z]+|[^\W\d_A-Za-z]+")
-_GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?!,\d)")
-_PROSE = re.compile(r"(?:so |thus |hence )?(?:the )?(?:final |correct )?answer\s*(?:is|:|=)\s*", re.IGNORECASE)
 _QUOTIENT = re.compile(r"([A-Za-z]+)\s*/\s*([A-Za-z]+)(?:\^\{?\d\}?)?")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-_WORDS_ONLY = re.compile(r"[A-Za-z][A-Za-z\s'\-]*")
+_WORDS_ONLY = re.compile(r"[A-Za-z][A-Za-z\s,'&\-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,51 +78,10 @@ class Token:
     glued: bool = True
 
 
-def normalise(raw: str) -> str:
-    """One spelling for what is only typesetting. Raises Unreadable for a text of more than `MAX_CHARS`."""
-    if len(raw) > MAX_CHARS:
-        raise Unreadable(f"longer than {MAX_CHARS} characters")
-    text = raw.translate(_UNICODE).strip().strip("`").strip()
-    text = re.sub(r"^\*+\s*|\s*\*+$", "", text)
-    text = _PROSE.sub("", text, count=1) if _PROSE.match(text) else text
-    text = re.sub(r"\\\\\s*\[\d*\.?\d+(?:pt|em|ex|mm)\]", r"\\\\", text)
-    text = re.sub(r"(?<!\\)\\(?:left|right)\s*\.", " ", text)
-    text = re.sub(r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])", "", text)
-    text = text.replace("{,}", ",")
-    text = re.sub(r"(?<=\d),\\!\s*(?=\d)", ",", text)
-    text = re.sub(r"(?<=\d)(?<!\\)\\[,;: ]\s*(?=\d{3}(?!\d))", "", text)
-    text = re.sub(r"(?<!\\)\\!", "", text)
-    text = re.sub(r"(?<!\\)\\[,;: ]|~", " ", text)
-    text = _money(text)
-    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
-    text = re.sub(r"(?:\\\\\s*)+$", "", text.strip())
-    return re.sub(r"(?<!\.)[.;,:]$", "", text.strip()).strip()
-
-
-def _money(text: str) -> str:
-    r"""`\$`, or a lone `$` before a digit, is the currency; other dollar signs delimit mathematics."""
-    lone = text.count("$") - text.count(r"\$") == 1
-    if lone:
-        text = re.sub(r"(?<!\\)\$(?=\s*[\d.])", r"\\$", text)
-    text = re.sub(r"(?<!\\)\$", " ", text)
-    return text.replace(r"\$", r"\dollar ")
-
-
-def readings(raw: str) -> list[str]:
-    """The normalised text with grouping commas removed and, where that differs, with its commas as they are."""
-    text = normalise(raw)
-
-    def ungroup(match: re.Match[str]) -> str:
-        before = text[: match.start()]
-        depth = sum(map(before.count, ("(", "[", r"\{"))) - sum(map(before.count, (")", "]", r"\}")))
-        return match[0] if depth > 0 else match[0].replace(",", "")
-
-    joined = _GROUPED.sub(ungroup, text)
-    return [joined] if joined == text else [joined, text]
-
-
 def tokenise(text: str) -> list[Token]:
     """Raises Unreadable for an unclosed brace after a style command."""
+    if phrase := _PHRASES.get(text.strip().lower()):
+        return [Token(kind, word) for kind, word in phrase]
     tokens: list[Token] = []
     words_only = _WORDS_ONLY.fullmatch(text) is not None
     position = 0
@@ -201,7 +105,7 @@ def _next(text: str, at: int, before: list[Token], words_only: bool) -> tuple[li
         end = closing_brace(text, match.end())
         if end is None:
             raise Unreadable("unclosed brace")
-        return _styled(match[0].strip(), text[match.end() + 1 : end]), end + 1
+        return _styled(match[0].strip(), text[match.end() + 1 : end], before), end + 1
     if text.startswith("\\\\", at):
         return [Token("row", "\\\\")], at + 2
     if match := _COMMAND.match(text, at):
@@ -242,17 +146,24 @@ def _command(name: str) -> list[Token]:
     return [Token("cmd", name)]
 
 
-def _styled(command: str, content: str) -> list[Token]:
+def _styled(command: str, content: str, before: list[Token]) -> list[Token]:
+    """What stands in `\\text{...}` and its like."""
     content = content.strip()
     if command == r"\mathbb":
         return [Token("cmd", "reals")] if content == "R" else [Token("sym", f"mathbb {content}")]
-    if option := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", content):
+    if phrase := _PHRASES.get(content.lower()):
+        return [Token(kind, word) for kind, word in phrase]
+    if len(content) == 1 and content.lower() in UNITS and _after_value(before) and command in _UPRIGHT:
+        return [Token("text", content)]
+    if option := _OPTION.fullmatch(content):
         return [Token("sym", option[1])]
     if content in FUNCTIONS and (content not in UNITS or command.startswith(r"\operatorname")):
         return [Token("fn", content)]
     if command in _ACCENTS:
         return tokenise(content)
-    if re.search(r"[\d\\+=<>()*^{}]", content):
+    if _after_value(before) and (unit := _unit_in(content)) is not None:
+        return [Token("text", unit)]
+    if re.search(r"[\d\\+=<>()*^{}|]|^\W$", content):
         return tokenise(normalise(content))
     tokens: list[Token] = []
     for piece in re.split(r"(,|;|\b(?:or|and)\b|或|和)", content):
@@ -260,8 +171,30 @@ def _styled(command: str, content: str) -> list[Token]:
         if word in _SEPARATORS or word in (",", ";"):
             tokens.append(Token("sep", _SEPARATORS.get(word, ",")))
         elif word:
-            tokens.append(Token("sym" if len(word) == 1 and word.isascii() else "text", word))
+            tokens += _words(word, tokens or before)
     return tokens
+
+
+def _unit_in(content: str) -> str | None:
+    r"""`\mathrm{m/s^2}`, `\mathrm{m\,s^{-2}}`: a product of known units with powers; None for anything else."""
+    content = re.sub(r"\\[,;: ]|\\cdot(?![a-z])|\\|·", " ", content)
+    words = re.findall(r"[A-Za-z]+", content)
+    known = words and all(word in UNITS or word.lower() in UNITS for word in words)
+    return content if known and re.search(r"[\d^]", content) and _UNIT_EXPRESSION.fullmatch(content) else None
+
+
+def _words(words: str, before: list[Token]) -> list[Token]:
+    """Words in a style command: `million` multiplies, `to` between numbers is a ratio, `th` after one says nothing."""
+    first, _, rest = words.partition(" ")
+    if before and before[-1].kind == "num":
+        if first in _MULTIPLES:
+            tokens = [Token("op", "*"), Token("num", str(_MULTIPLES[first]))]
+            return tokens + (_words(rest, tokens) if rest.strip() else [])
+        if words == "to":
+            return [Token("op", ":")]
+        if words in _ORDINALS:
+            return []
+    return [Token("sym" if len(words) == 1 and words.isascii() else "text", words)]
 
 
 def _after_value(before: list[Token]) -> bool:
@@ -275,6 +208,8 @@ def _letters(run: str, before: list[Token], words_only: bool) -> list[Token]:
         return [Token("sep", _SEPARATORS[run])]
     if not run.isascii():
         return [Token("text", run)]
+    if before and before[-1].kind == "num" and run.lower() in (*_MULTIPLES, *_ORDINALS, "to"):
+        return _words(run.lower(), before)
     if run in _PLAIN_NAMES:
         return [Token("cmd", _PLAIN_NAMES[run])]
     if _after_value(before) and len(run) > 1 and run.lower() in UNITS:

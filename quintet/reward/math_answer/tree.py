@@ -59,6 +59,18 @@ def number(value: Fraction | int, literal: str = "") -> Node:
     return Node("num", text=literal, value=Fraction(value))
 
 
+_DESCRIPTIONS = {
+    **{"num": "number", "sym": "symbol", "text": "word", "unit": "quantity", "rel": "equation or inequality"},
+    **{"inf": "infinity", "list": "list", "set": "set", "tuple": "tuple", "ratio": "ratio", "interval": "interval"},
+    **{"cup": "union", "cap": "intersection", "minus": "difference of sets", "matrix": "matrix", "reals": "real line"},
+}
+
+
+def described(node: Node) -> str:
+    """What a node is, in a word or two."""
+    return _DESCRIPTIONS.get(node.kind, "expression")
+
+
 ZERO, ONE = number(0), number(1)
 
 

@@ -36,10 +36,25 @@ _SPELLINGS = {
     "euro": "euros eur",
     "pound": "pounds gbp",
     "yen": "jpy",
+    "rupee": "rupees inr",
+    "yuan": "rmb cny",
+    "am": "",
+    "pm": "",
+    "celsius": "",
+    "fahrenheit": "",
+    "acre": "acres",
+    "gallon": "gallons gal",
+    "ton": "tons tonne tonnes",
+    "mpa": "",
+    "kpa": "",
+    "kw": "",
+    "ohm": "ohms",
+    "amp": "amps ampere amperes",
+    "atm": "",
+    "bit": "bits",
+    "byte": "bytes",
     "degree": "degrees deg",
     "percent": "percents",
-    "mph": "mph",
-    "kph": "kmh",
     "unit": "units",
     "rad": "radian radians",
     "hz": "hertz",
@@ -52,25 +67,40 @@ _SPELLINGS = {
     "w": "watt watts",
     "v": "volt volts",
 }
-CURRENCIES = names("dollar euro pound yen")
-SINGLE_LETTERS = frozenset("msghLNJWV")
-UNITS = {spelling.lower(): unit for unit, others in _SPELLINGS.items() for spelling in (unit, *others.split())}
-_POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3"}
+CURRENCIES = names("dollar euro pound yen rupee yuan")
+SINGLE_LETTERS = frozenset("msghLNJWVK") | {"Omega"}
+UNITS = {spelling.lower(): unit for unit, others in _SPELLINGS.items() for spelling in (unit, *others.split())} | {
+    "mph": "mph",
+    "kph": "kph",
+    "kmh": "kph",
+}
+_COMPOUND = {"mph": {"mi": 1, "h": -1}, "kph": {"km": 1, "h": -1}, "kmh": {"km": 1, "h": -1}}
+_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3}
+_PART = re.compile(r"[^\W\d_]+|/|\^\s*\{?\s*-?\d+\s*\}?")
 
 
 def canonical_unit(words: str) -> str:
-    """`square  centimeters` and `cm^2` are one unit; a word that is no known unit counts without its plural."""
-    factors: list[str] = []
-    power = ""
-    for part in re.findall(r"[^\s/*^{}()\d-]+|/|\^\{?-?\d+\}?", words.replace(" per ", " / ").lower()):
-        if part in _POWERS and factors and part.endswith("ed"):
-            factors[-1] += _POWERS[part]
+    """`square  centimeters` and `cm^2` are one unit, so are `m/s^2` and `m s^-2`; a word that is no known unit counts
+    without its plural."""
+    powers: dict[str, int] = {}
+    last: list[str] = []  # the factors that a following power or `squared` belongs to
+    sign, ahead = 1, 1
+    for part in _PART.findall(words.lower()):
+        if part in ("/", "per"):
+            sign, last = -1, []
+        elif part.startswith("^") or (part in ("squared", "cubed") and last):
+            exponent = _POWERS.get(part) or int(part.strip("^{} \t"))
+            powers.update({name: powers[name] * exponent for name in last})
         elif part in _POWERS:
-            power = _POWERS[part]
-        elif part.startswith("^"):
-            factors[-1:] = [f + "^" + part.strip("^{}") for f in factors[-1:]]
-        elif part != "of":
-            known = part == "/" or part in UNITS
-            factors.append((UNITS.get(part, part) if known else re.sub(r"(?<=\w\w)s$", "", part)) + power)
-            power = ""
-    return " ".join(factors)
+            ahead = _POWERS[part]
+        elif part not in ("of", "a", "an", "the", "each"):
+            last = []
+            for name, power in _COMPOUND.get(part, {_singular(part): 1}).items():
+                powers[name] = powers.get(name, 0) + power * sign * ahead
+                last.append(name)
+            ahead = 1
+    return " ".join(name if power == 1 else f"{name}^{power}" for name, power in sorted(powers.items()))
+
+
+def _singular(word: str) -> str:
+    return UNITS.get(word) or re.sub(r"(?<=\w\w)s$", "", word)

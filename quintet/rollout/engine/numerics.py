@@ -28,8 +28,15 @@ MIN_KEY_BLOCK = 64
 
 
 class Kernels(Protocol):
-    row_tile: int  # rows of every product come in multiples of this
-    key_block: int  # attention sees keys in multiples of this
+    @property
+    def row_tile(self) -> int:
+        """Rows of every product come in multiples of this."""
+        ...
+
+    @property
+    def key_block(self) -> int:
+        """Attention sees keys in multiples of this."""
+        ...
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor: ...
 
