@@ -1,7 +1,7 @@
 // Matrix products with packed weights. A matrix [N, K] is kept in panels of 2 x VL columns (N). float32:
 // [panel][K][2 VL]. bf16: [panel][K / 32][2][16][16][2], which is at once what an AMX tile and what `vdpbf16ps` read.
-// A product is a loop over panels that OpenMP hands out as threads come free; each finished block of rows x panel
-// goes to an epilogue while it is in the first-level cache.
+// A product is a loop over panels that threads take as they come free; each finished block of rows x panel goes where
+// it belongs, or through an epilogue while it is in the first-level cache.
 #pragma once
 #include <cstdlib>
 #include <sys/mman.h>
@@ -10,6 +10,7 @@
 #include <new>
 #include <vector>
 
+#include "pool.h"
 #include "simd.h"
 
 constexpr int BLOCK = 32;       // rows of a finished block
@@ -202,14 +203,17 @@ static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Ou
 }
 #endif
 
-// To be called by all threads of a parallel region. Tasks are runs of panels, so that the next panel can be fetched
+// Tasks are runs of panels, so that the next panel can be fetched
 // while one is computed: a panel comes from memory once and its computing time is of the order of that transfer.
 template <class P, class Finish>
-static void product(const typename P::Act* a, int lda, int rows, const Matrix<P>& w, bool amx, Finish finish) {
+static void product(Pool& pool, const typename P::Act* a, int lda, int rows, const Matrix<P>& w, bool amx,
+                    Finish finish) {
     const int chunks = (rows + ROWS - 1) / ROWS, run = std::max(1, std::min(8, w.panels / 16));
     const int runs = (w.panels + run - 1) / run, steps = std::max(1, w.depth / 32);
-#pragma omp for schedule(dynamic, 1)
-    for (int task = 0; task < chunks * runs; ++task) {
+    pool.run(chunks * runs, [&](int task, int) {
+#ifdef QUINTET_AMX
+        if (amx) tiles_for(16);
+#endif
         const int first = task / runs * ROWS, last = std::min(rows, first + ROWS);
         const int begin = task % runs * run, end = std::min(w.panels, begin + run);
         const int lines = w.depth * PANEL * int(sizeof(*a)) / 64, blocks = (last - first + BLOCK - 1) / BLOCK;
@@ -222,7 +226,7 @@ static void product(const typename P::Act* a, int lda, int rows, const Matrix<P>
                     block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, amx, {next, each});
                 });
         }
-    }
+    });
 }
 
 static inline void add_bias(const std::vector<float>& bias, int rows, int p, Out out) {

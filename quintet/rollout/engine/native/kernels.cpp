@@ -1,6 +1,6 @@
 // What Python calls (ctypes, see library.py). Functions that can fail return 0 or null; nothing here throws.
 #include <chrono>
-#include <new>
+#include <exception>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -36,7 +36,7 @@ void* quintet_open(const Spec* spec, int use_bf16) {
         if (use_bf16) return static_cast<Decoder*>(new Model<BF16>(*spec));
 #endif
         return use_bf16 ? nullptr : static_cast<Decoder*>(new Model<F32>(*spec));
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {  // no memory, or no thread
         return nullptr;
     }
 }
@@ -51,7 +51,7 @@ int quintet_step(void* model, const Step* step) {
     try {
         static_cast<Decoder*>(model)->step(*step);
         return 1;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return 0;
     }
 }
@@ -64,7 +64,7 @@ int quintet_sample(const float* logits, int rows, int stride, int vocabulary, co
         sampler.shape(vocabulary);
         for (int r = 0; r < rows; ++r) sampler.draw(logits + size_t(r) * stride, draws[r], ids + r, logprobs + r);
         return 1;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return 0;
     }
 }
@@ -83,19 +83,10 @@ double quintet_products(void* model, int rows) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-// Bytes per second at which `threads` threads read `bytes` of memory once.
-double quintet_bandwidth(const void* memory, int64_t bytes, int threads) {
+// Seconds in which the model's threads read `bytes` of memory once; *sum keeps the reading from being left out.
+double quintet_read(void* model, const float* memory, int64_t bytes, float* sum) {
     auto began = std::chrono::steady_clock::now();
-    float total = 0;
-#pragma omp parallel for num_threads(threads) reduction(+ : total)
-    for (int64_t at = 0; at < bytes / 4096; ++at) {
-        const float* p = static_cast<const float*>(memory) + at * 1024;
-        vf s[4] = {};
-        for (int i = 0; i < 1024; i += 4 * VL)
-            for (int j = 0; j < 4; ++j) s[j] += load(p + i + j * VL);
-        total += sum(s[0] + s[1] + s[2] + s[3]);
-    }
-    double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-    return total == 1e-30f ? 0 : bytes / seconds;
+    *sum = static_cast<Decoder*>(model)->read(memory, bytes);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 }

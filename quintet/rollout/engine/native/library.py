@@ -26,8 +26,8 @@ import numpy as np
 
 from quintet.models.smollm2 import cache_dir
 
-SOURCES = ("kernels.cpp", "model.h", "attention.h", "sampler.h", "gemm.h", "simd.h")
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+SOURCES = ("kernels.cpp", "model.h", "attention.h", "sampler.h", "gemm.h", "pool.h", "simd.h")
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-shared")
 BUILD_S = 600.0  # a build takes seconds; on a machine with far more to do than it can, minutes
 LEVELS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 bf16", 4: "AMX bf16"}
 
@@ -53,8 +53,8 @@ class Library:
             function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
         self.c.quintet_products.restype = ctypes.c_double
         self.c.quintet_products.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self.c.quintet_bandwidth.restype = ctypes.c_double
-        self.c.quintet_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        self.c.quintet_read.restype = ctypes.c_double
+        self.c.quintet_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self.level = int(self.c.quintet_level())
         self.amx = bool(self.c.quintet_request_amx())
         self.page = int(self.c.quintet_page())

@@ -1,7 +1,5 @@
-// A Llama-style decoder: packed weights, paged KV and one forward pass with sampling, all in one parallel region.
+// A Llama-style decoder: packed weights, paged KV and one forward pass with sampling, the threads of a pool sharing each stage.
 #pragma once
-#include <omp.h>
-
 #include <memory>
 
 #include "attention.h"
@@ -39,6 +37,7 @@ struct Decoder {
     virtual void take(int layer, int part, int bias, const void* from, int from_bf16) = 0;
     virtual void step(const Step& step) = 0;
     virtual void products(int rows) = 0;
+    virtual float read(const float* memory, int64_t bytes) = 0;
     virtual void clear_pages(const int32_t* pages, int n) = 0;
     virtual int64_t weight_bytes() const = 0;
     virtual int64_t page_bytes() const = 0;
@@ -76,10 +75,11 @@ class Model : public Decoder {
     std::vector<int> member_of;
     std::vector<Scratch<P>> scratch;
     std::vector<Sampler> samplers;
+    Pool pool;
 
   public:
     explicit Model(const Spec& s)
-        : spec(s), amx(s.amx && P::PAIRED), layers(s.layers), scratch(s.threads), samplers(s.threads) {
+        : spec(s), amx(s.amx && P::PAIRED), layers(s.layers), scratch(s.threads), samplers(s.threads), pool(s.threads) {
         const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
         attention = {up(spec.head_dim, 32), spec.kv_heads, amx};
         width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
@@ -145,38 +145,35 @@ class Model : public Decoder {
             for (int i = 0; i < n; ++i) std::fill_n(layer_cache(l) + pages[i] * page, page, Act(0));
     }
 
+    float read(const float* memory, int64_t bytes) override {
+        std::vector<float> sums(spec.threads * 16);  // a cache line each
+        constexpr int64_t size = 1 << 16;
+        pool.run(int(bytes / 4 / size), [&](int i, int worker) { sums[worker * 16] += read_block(memory + i * size, size); });
+        return sums[0];
+    }
+
     void step(const Step& step) override {
         prepare(step);
-#pragma omp parallel num_threads(spec.threads)
-        {
-            shapes();
-            embed_tokens(step);
-            for (int l = 0; l < spec.layers; ++l) run_layer(step, layers[l], layer_cache(l));
-            for (int first = 0; first < step.logits; first += LOGIT_ROWS) finish(step, first);
-            release();
-        }
+        embed_tokens(step);
+        for (int l = 0; l < spec.layers; ++l) run_layer(step, layers[l], layer_cache(l));
+        for (int first = 0; first < step.logits; first += LOGIT_ROWS) finish(step, first);
     }
 
     // The matrix products of a step over `rows` tokens and nothing else: what a step cannot be quicker than.
     void products(int rows) override {
         reserve(rows);
         logits.reserve(size_t(std::min(rows, LOGIT_ROWS) + BLOCK) * width_logits);
-#pragma omp parallel num_threads(spec.threads)
-        {
-            shapes();
-            for (Layer& l : layers) {
-                product(normed.data(), width_in, rows, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
-                product(mixed.data(), width_q, rows, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
-                product(normed.data(), width_in, rows, l.gate_up, amx,
-                        Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
-                product(hidden.data(), width_hidden, rows, l.down, amx,
-                        Into{residual.data(), width_x, true, l.down.bias});
-            }
-            for (int first = 0; first < rows; first += LOGIT_ROWS)
-                product(normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, amx,
-                        Into{logits.data(), width_logits, false, head.bias});
-            release();
+        for (Layer& l : layers) {
+            product(pool, normed.data(), width_in, rows, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+            product(pool, mixed.data(), width_q, rows, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
+            product(pool, normed.data(), width_in, rows, l.gate_up, amx,
+                    Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+            product(pool, hidden.data(), width_hidden, rows, l.down, amx,
+                    Into{residual.data(), width_x, true, l.down.bias});
         }
+        for (int first = 0; first < rows; first += LOGIT_ROWS)
+            product(pool, normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, amx,
+                    Into{logits.data(), width_logits, false, head.bias});
     }
 
   private:
@@ -187,9 +184,10 @@ class Model : public Decoder {
     }
 
     void embed(const void* from, int from_bf16) {
-#pragma omp parallel for num_threads(spec.threads)
-        for (int64_t i = 0; i < int64_t(spec.vocabulary) * spec.hidden; ++i)
-            embedding[i] = P::one(entry(from, from_bf16, i));
+        pool.run_many(spec.vocabulary, [&](int row, int) {
+            for (size_t i = size_t(row) * spec.hidden; i < size_t(row + 1) * spec.hidden; ++i)
+                embedding[i] = P::one(entry(from, from_bf16, i));
+        });
     }
 
     template <class Column>
@@ -198,20 +196,9 @@ class Model : public Decoder {
             for (int i = 0; i < rows; ++i) m.bias[column(i)] = entry(from, from_bf16, i);
             return;
         }
-#pragma omp parallel for num_threads(spec.threads) schedule(static)
-        for (int i = 0; i < rows; ++i)
+        pool.run_many(rows, [&](int i, int) {
             for (int k = 0; k < m.k; ++k) m.set(column(i), k, P::one(entry(from, from_bf16, size_t(i) * m.k + k)));
-    }
-
-    void shapes() const {
-#ifdef QUINTET_AMX
-        if (amx) tiles_for(16);
-#endif
-    }
-    void release() const {
-#ifdef QUINTET_AMX
-        if (amx) _tile_release();
-#endif
+        });
     }
 
     // Room for `tokens` rows and the rows that a block may touch beyond them.
@@ -245,25 +232,24 @@ class Model : public Decoder {
     }
 
     void embed_tokens(const Step& step) {
-#pragma omp for schedule(static)
-        for (int t = 0; t < step.tokens; ++t) {
+        pool.run_many(step.tokens, [&](int t, int) {
             const Act* from = embedding + size_t(step.ids[t]) * spec.hidden;
             float* to = &residual[size_t(t) * width_x];
             for (int i = 0; i < spec.hidden; ++i) to[i] = P::get(from[i]);
-        }
+        });
     }
 
     void run_layer(const Step& step, Layer& l, Act* pages) {
         const int n = step.tokens;
         normalise(n, l.input_norm);
-        product(normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+        product(pool, normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
         rotate(step, l, pages);
         attend(step, pages);
-        product(mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
+        product(pool, mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
         normalise(n, l.mlp_norm);
-        product(normed.data(), width_in, n, l.gate_up, amx,
+        product(pool, normed.data(), width_in, n, l.gate_up, amx,
                 Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
-        product(hidden.data(), width_hidden, n, l.down, amx, Into{residual.data(), width_x, true, l.down.bias});
+        product(pool, hidden.data(), width_hidden, n, l.down, amx, Into{residual.data(), width_x, true, l.down.bias});
     }
 
     // RMS normalisation in float32 (arXiv 1910.07467).
@@ -279,9 +265,9 @@ class Model : public Decoder {
     }
 
     void normalise(int tokens, const std::vector<float>& weight) {
-#pragma omp for schedule(static)
-        for (int t = 0; t < tokens; ++t)
+        pool.run_many(tokens, [&](int t, int) {
             normalise_row(&residual[size_t(t) * width_x], weight, &normed[size_t(t) * width_in]);
+        });
     }
 
     // Normalise (where the model does) and rotate one head in place, halves convention (arXiv 2104.09864).
@@ -315,8 +301,7 @@ class Model : public Decoder {
     void rotate(const Step& step, const Layer& l, Act* pages) {
         const int d = spec.head_dim, half = d / 2, group = query_group();
         const float scale = 1.0f / std::sqrt(float(d));
-#pragma omp for schedule(static)
-        for (int t = 0; t < step.tokens; ++t) {
+        pool.run_many(step.tokens, [&](int t, int) {
             const int m = member_of[t], i = t - step.member_start[m], place = step.own_before[m] + i;
             const float* cosine = step.cosines + size_t(step.member_position[m] + i) * half;
             const float* sine = step.sines + size_t(step.member_position[m] + i) * half;
@@ -325,13 +310,13 @@ class Model : public Decoder {
                 rotate_head(x, l.q_norm, cosine, sine);
                 put_scaled(x, scale, query(step, h / group, t, h % group), d);
             }
-            if (!step.member_writes[m]) continue;
+            if (!step.member_writes[m]) return;
             const int page = step.own_table[step.member_row[m] * step.own_stride + place / PAGE];
             for (int h = 0; h < spec.kv_heads; ++h, x += d) {
                 rotate_head(x, l.k_norm, cosine, sine);
                 attention.write(pages, page, h, place % PAGE, x, x + size_t(spec.kv_heads) * d, d);
             }
-        }
+        });
     }
 
     // Queries are kept [kv_heads, tokens, query group, width]: the rows of a task follow each other.
@@ -340,13 +325,15 @@ class Model : public Decoder {
     }
 
     void attend(const Step& step, const Act* pages) {
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < tasks.size(); ++i) attend_task(step, pages, tasks[i], scratch[omp_get_thread_num()]);
+        pool.run(int(tasks.size()), [&](int i, int worker) { attend_task(step, pages, tasks[i], scratch[worker]); });
     }
 
     void attend_task(const Step& step, const Act* pages, const Task& task, Scratch<P>& s) {
         const int group = query_group(), d = spec.head_dim, begin = step.shared_start[task.group];
         const int shared = step.shared_start[task.group + 1] - begin;
+#ifdef QUINTET_AMX
+        if (amx) tiles_for(16);
+#endif
         const int rows = (task.last - task.first) * group;
         attention.begin(s, rows);
         if (shared)
@@ -357,7 +344,6 @@ class Model : public Decoder {
             if (step.member_writes[m]) attend_own(step, pages, task, s, m, t, end);
             t = end;
         }
-        shapes();
         for (int t = task.first; t < task.last; ++t)
             for (int j = 0; j < group; ++j)
                 attention.finish(s, (t - task.first) * group + j,
@@ -381,21 +367,27 @@ class Model : public Decoder {
 
     void finish(const Step& step, int first) {
         const int rows = std::min(LOGIT_ROWS, step.logits - first);
-#pragma omp for schedule(static)
-        for (int r = 0; r < rows; ++r)
-            normalise_row(&residual[size_t(step.logit_token[first + r]) * width_x], norm, &normed[size_t(r) * width_in]);
-        product(normed.data(), width_in, rows, head, amx, Into{logits.data(), width_logits, false, head.bias});
-#pragma omp for schedule(dynamic, 1)
-        for (int i = 0; i < step.samplers; ++i) {
+        pool.run_many(rows, [&](int r, int) {
+            const size_t token = step.logit_token[first + r];
+            normalise_row(&residual[token * width_x], norm, &normed[size_t(r) * width_in]);
+        });
+        product(pool, normed.data(), width_in, rows, head, amx, Into{logits.data(), width_logits, false, head.bias});
+        pool.run(step.samplers, [&](int i, int worker) {
             const int row = step.sampler_logit[i] - first;
             if (row >= 0 && row < rows)
-                samplers[omp_get_thread_num()].draw(&logits[size_t(row) * width_logits], step.draws[i],
-                                                    step.sampled + i, step.logprobs + i);
-        }
+                samplers[worker].draw(&logits[size_t(row) * width_logits], step.draws[i], step.sampled + i,
+                                      step.logprobs + i);
+        });
         if (!step.all_logits) return;
-#pragma omp for schedule(static)
         for (int r = 0; r < rows; ++r)
             memcpy(step.all_logits + size_t(first + r) * spec.vocabulary, &logits[size_t(r) * width_logits],
                    sizeof(float) * spec.vocabulary);
+    }
+
+    static float read_block(const float* p, int64_t n) {  // n: a multiple of 4 VL
+        vf s[4] = {};
+        for (int64_t i = 0; i < n; i += 4 * VL)
+            for (int j = 0; j < 4; ++j) s[j] += load(p + i + j * VL);
+        return sum(s[0] + s[1] + s[2] + s[3]);
     }
 };

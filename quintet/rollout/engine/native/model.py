@@ -71,7 +71,6 @@ class NativeModel:
         self._library, self._spec = library, spec
         self._amx = bf16 and amx and library.amx
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, torch.device("cpu"), torch.float32)
-        self._threads = threads
         self.path = f"native, {library.path_name(bf16) if self._amx or not bf16 else 'AVX-512 bf16'}, {threads} threads"
         c_spec = _Spec(
             vocabulary=spec.vocab_size,
@@ -132,7 +131,9 @@ class NativeModel:
     def read_bandwidth(self, mebibytes: int = 512) -> float:
         """Bytes per second at which the model's threads read memory."""
         block = torch.ones(mebibytes * 2**18)
-        return float(self._library.c.quintet_bandwidth(block.data_ptr(), block.nbytes, self._threads))
+        read_sum = ctypes.c_float()
+        seconds = self._library.c.quintet_read(self._handle, block.data_ptr(), block.nbytes, ctypes.byref(read_sum))
+        return float(block.nbytes / seconds)
 
     def _load(self, layer: int, part: int, bias: bool, tensor: Tensor) -> None:
         dtype = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
