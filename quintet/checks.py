@@ -16,6 +16,7 @@ from quintet.algorithms.offline import OfflineAlgorithm, is_offline, resolve_off
 from quintet.algorithms.presets import Algorithm, resolve
 from quintet.data.config import AnswerColumnsConfig
 from quintet.observe.config import LogConfig
+from quintet.rollout.environments import environment_problem
 from quintet.rollout.factory import check_rollout_config
 from quintet.train.config import CriticConfig, OfflineConfig, TrainConfig
 from quintet.types import QuintetError
@@ -42,6 +43,7 @@ def find_problems(config: RunConfig, *, training: bool = True) -> Iterator[Probl
     if training and algorithm is not None:
         yield from _online(config, algorithm)
     yield from _engine(config)
+    yield from _environment(config)
     yield from _held_out(config)
     yield from _best(config)
     yield from _trackers(config)
@@ -186,6 +188,15 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             f"rollout.numerics reproducible is float32 arithmetic, but model.dtype is {config.model.dtype}: "
             "set model.dtype float32, or rollout.numerics fast",
         )
+
+
+def _environment(config: RunConfig) -> Iterator[Problem]:
+    found = environment_problem(config.environment)
+    if found is not None:
+        yield Problem(*found)
+    graded = any(function.fn == "environment" for function in config.reward.functions)
+    if graded and config.environment.kind is None:
+        yield Problem("reward.functions", "the reward function environment has nothing to go by: set environment.kind")
 
 
 def _held_out(config: RunConfig) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from quintet.models.config import ModelConfig
 from quintet.observe.config import LogConfig
 from quintet.recipe import Recipe, nearest, read_recipe, with_overrides
 from quintet.reward.config import RewardConfig
-from quintet.rollout.config import RolloutConfig
+from quintet.rollout.config import EnvironmentConfig, RolloutConfig
 from quintet.train.config import CheckpointConfig, OfflineConfig, TrainConfig, WarmStartConfig
 from quintet.types import QuintetError
 
@@ -67,6 +67,7 @@ class RunConfig(BaseModel):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)

@@ -82,7 +82,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no truncation.
 
     `seed` is the run's random seed: the draw of a token is keyed by (seed, group id, sample index,
-    position), never by its place in a batch.
+    position), never by its place in a batch. A call that goes on with a trajectory (its next turn, or its rest on
+    another worker) gives the tokens so far as part of the prompt and says with `first_sample` and `first_position`
+    whose trajectory it is and how many response tokens it has, so that no draw is used twice.
     """
 
     n: int = 1
@@ -93,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    first_sample: int = 0
+    first_position: int = 0
     min_p: float = 0.0
 
     def greedy(self) -> SamplingParams:
@@ -114,14 +118,38 @@ class VersionRun(msgspec.Struct, frozen=True):
     length: int
 
 
+class SampledToken(msgspec.Struct, frozen=True):
+    """One token as it leaves the sampler, for those who want it before its rollout ends."""
+
+    sample_index: int
+    token_id: int
+    logprob: float
+    version: int
+
+
+class Episode(msgspec.Struct):
+    """How a multi-turn rollout went, as its environment saw it.
+
+    `outcome` says why it ended: `done`, or what the policy ran out of or got wrong. `reward` None: the environment
+    leaves the verdict to the reward functions.
+    """
+
+    outcome: str
+    reward: float | None = None
+    tool_calls: int = 0
+    malformed_calls: int = 0
+
+
 class Rollout(msgspec.Struct):
     """One sampled trajectory, token in, token out.
 
     `response_ids` holds every sampled token, the EOS and the token that completed a stop string
     included; `text` is decoded once and cut at the stop. `logprobs` belong to the *sampling*
     distribution (temperature and truncation included), 0.0 on tokens the policy did not sample.
-    `loss_mask` is 1 on the policy's own tokens, 0 on tool or environment tokens. `greedy` marks the answer that the
-    samples of its group are compared with (ReMax): scored and journaled with them, never trained on, last in its group.
+    `loss_mask` is 1 on the policy's own tokens, 0 on tool or environment tokens, which carry the weight version of the
+    policy's token before them. Of several turns `text` is the last one; `episode` is set where an environment was.
+    `greedy` marks the answer that the samples of its group are compared with (ReMax): scored and journaled with them,
+    never trained on, last in its group.
     """
 
     group_id: GroupId
@@ -136,6 +164,7 @@ class Rollout(msgspec.Struct):
     turns: int = 1
     timing: dict[str, float] = {}
     failure: Failure | None = None
+    episode: Episode | None = None
     greedy: bool = False
 
     @property

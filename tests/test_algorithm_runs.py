@@ -15,6 +15,7 @@ from quintet.buffer.reading import JournalReader
 from quintet.cluster.folder import RunFolder
 from quintet.cluster.replay import replay
 from quintet.observe.metrics import read_metrics
+from tests.small_recipe import without_clock
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1, "max_position": 16}
 ADAPTIVE = {"coef": 0.05, "target": 1e-4, "horizon": 20}
@@ -37,9 +38,7 @@ def recipe(**algorithm: Any) -> dict[str, Any]:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    drop = ("time/", "rollout/tokens_per_s", "actor/tokens_per_s")
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    return [{k: v for k, v in row.items() if not k.startswith(drop)} for row in rows]
+    return [without_clock(row) for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from quintet.cluster.replay import replay
 from quintet.observe.metrics import read_metrics
 from quintet.types import QuintetError
 from tests.durability_runs import Runs, low_digits
-from tests.small_recipe import TINY_MODEL
+from tests.small_recipe import TINY_MODEL, without_clock
 
 STEPS, GROUPS, SAMPLES = 12, 4, 4
 
@@ -102,11 +102,7 @@ def final_digest(folder: Path) -> str:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """Every metric that is not a time."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/")) and not k.endswith("per_s")}
-        for row in rows
-    ]
+    return [without_clock(row) for row in read_metrics(folder / "metrics.jsonl")]
 
 
 def check_accounting(folder: Path) -> None:

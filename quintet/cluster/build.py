@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,9 +22,13 @@ from quintet.models.loader import load_hf_config, load_model, load_tokenizer
 from quintet.models.lora import apply_lora, merged_state_dict
 from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.protocols import RolloutWorker
+from quintet.rollout.agent_loop import AgentLoopWorker
+from quintet.rollout.environments import AGENT, EnvironmentFactory, check_environment, is_agent, load
 from quintet.rollout.factory import check_rollout_config, make_rollout_worker
 from quintet.train.offline import Example, sft, warm_start_config
 from quintet.types import Prompt, QuintetError, SamplingParams
+from quintet.weights.file import FileStore
+from quintet.weights.memory import MemoryStore
 
 
 @dataclass
@@ -47,9 +52,15 @@ class Base:
     @classmethod
     def of(cls, config: RunConfig) -> Base:
         check_rollout_config(config.rollout)
+        check_environment(config.environment)
         use_threads(config)
         device = resolve_device(config.model.device)
         hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)
+        if is_agent(config.environment) and not PromptEncoder(tokenizer, config.model).uses_chat_template:
+            raise QuintetError(
+                f"environment.kind: an agent speaks in chat messages, but {config.model.name} uses no chat template.\n"
+                "Use an instruct model, or environment.kind: tools with args: {format: tags}."
+            )
         return cls(tokenizer, hf_config, device, resolve_dtype(config.model.dtype, device))
 
 
@@ -84,7 +95,12 @@ def with_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.
 
 
 def rollout_worker(config: RunConfig, base: Base, model: nn.Module, version: int) -> RolloutWorker:
-    """The configured engine, loaded with the model's weights as they are now."""
+    """The configured engine, loaded with the model's weights as they are now, in the configured environment."""
+    return in_environment(config, base, engine_worker(config, base, model, version))
+
+
+def engine_worker(config: RunConfig, base: Base, model: nn.Module, version: int) -> RolloutWorker:
+    """The engine alone."""
     return make_rollout_worker(
         config.rollout,
         hf_config=base.hf_config,
@@ -96,6 +112,45 @@ def rollout_worker(config: RunConfig, base: Base, model: nn.Module, version: int
         version=version,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def in_environment(config: RunConfig, base: Base, engine: RolloutWorker) -> RolloutWorker:
+    """`engine` playing the episodes of `environment`; `engine` itself where there is none."""
+    environment = config.environment
+    if environment.kind is None:
+        return engine
+    encoder = PromptEncoder(base.tokenizer, config.model)
+    context = base.hf_config.get_text_config().max_position_embeddings
+    if is_agent(environment):
+        from quintet.rollout.agents import AgentRolloutWorker  # needs the extra `serve`
+
+        return AgentRolloutWorker(
+            engine,  # type: ignore[arg-type]
+            load(environment.kind.removeprefix(AGENT), "environment.kind"),
+            tokenizer=base.tokenizer,
+            encoder=encoder,
+            config=environment,
+            context=context,
+            template_kwargs=config.model.chat_template_kwargs,
+        )
+    factory = EnvironmentFactory(environment)
+    return AgentLoopWorker(
+        engine,
+        factory,
+        tokenizer=base.tokenizer,
+        encoder=encoder,
+        config=environment,
+        context=context,
+        on_close=factory.close,
+    )
+
+
+def weight_store(config: RunConfig) -> MemoryStore | FileStore:
+    """Where the trainer publishes: in memory, or in the folder that rollout servers read."""
+    if config.rollout.engine != "http":
+        return MemoryStore()
+    assert config.rollout.weights_dir is not None, "checked with the recipe"
+    return FileStore(os.path.abspath(config.rollout.weights_dir))
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -158,15 +213,27 @@ def supervised_batches(
 ) -> Iterator[list[Example]]:
     """Batches of (prompt ids, answer ids with the end id), epoch after epoch in an order keyed by `seed`.
 
-    Raises QuintetError when a prompt has no reference answer.
+    A prompt with a `demonstration` (texts of the policy and of its environment by turns) gives one example per turn of
+    the policy; what came before is its prompt, so that the environment's words are not learned. Raises QuintetError
+    when a prompt has no reference answer.
     """
     end = tokenizer.eos_ids[0]
     examples: list[Example] = []
     for prompt in prompts:
+        if "demonstration" in prompt.metadata:
+            examples += _demonstrated(prompt, tokenizer)
+            continue
         if prompt.answer is None:
             raise QuintetError(f"warm_start: the prompt {prompt.id} has no reference answer (data.columns.answer)")
         examples.append((prompt.token_ids, [*tokenizer.encode(prompt.answer), end]))
     return epochs_of(examples, batch_size, seed)
+
+
+def _demonstrated(prompt: Prompt, tokenizer: Tokenizer) -> list[Example]:
+    turns = [tokenizer.encode(text) for text in prompt.metadata["demonstration"]]
+    turns[-1].append(tokenizer.eos_ids[0])
+    before = [[*prompt.token_ids, *(i for turn in turns[:n] for i in turn)] for n in range(0, len(turns), 2)]
+    return list(zip(before, turns[::2], strict=True))
 
 
 def epochs_of(examples: list[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:

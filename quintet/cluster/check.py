@@ -363,12 +363,13 @@ class Checker(Checks):
 
 @torch.inference_mode()
 def _largest_gap(policy: PreTrainedModel, rollout: Rollout, temperature: float) -> float:
-    """Largest |engine - transformers| log-probability of the response's tokens."""
+    """Largest |engine - transformers| log-probability of the sampled tokens."""
     ids_T = torch.tensor([rollout.prompt_ids + rollout.response_ids], device=policy.device)
     logits_TV = policy(input_ids=ids_T).logits[0, len(rollout.prompt_ids) - 1 : -1].float() / temperature
     chosen_T = ids_T[0, len(rollout.prompt_ids) :, None]
     logprobs_T = logits_TV.log_softmax(-1).gather(-1, chosen_T)[:, 0].cpu()
-    return float((logprobs_T - torch.tensor(rollout.logprobs)).abs().max())
+    sampled_T = torch.tensor(rollout.loss_mask, dtype=torch.bool)
+    return float((logprobs_T - torch.tensor(rollout.logprobs)).abs()[sampled_T].max())
 
 
 def _parts(score: Score) -> str:

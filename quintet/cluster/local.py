@@ -27,6 +27,7 @@ from quintet.cluster.build import (
     rollout_worker,
     sampling_params,
     warm_start,
+    weight_store,
     with_adapters,
 )
 from quintet.cluster.durable import Keeper
@@ -47,10 +48,10 @@ from quintet.observe.timeline import Timeline
 from quintet.observe.trace import ChromeTrace
 from quintet.protocols import RewardService, RolloutWorker
 from quintet.reward.factory import ManagedRewardService, make_reward_service
+from quintet.rollout.agent_loop import AgentLoopWorker
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Group, MetricSink, StepMetrics
-from quintet.weights.memory import MemoryStore
 
 UNTRAINED = -1  # the weight version before the warm start
 
@@ -113,11 +114,12 @@ class LocalRun:
         self, base: Base, data: Data, reward: ManagedRewardService, checkpoint: Path | None, state: ControllerState
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
-        store = MemoryStore()
+        store = weight_store(self.config)
         trace = ChromeTrace(self.folder.trace)
         self._timeline = Timeline(trace)
-        if isinstance(rollout, EngineWorker):  # engines of a user's own do not tell their phases
-            rollout.on_span = self._timeline
+        engine = rollout.worker if isinstance(rollout, AgentLoopWorker) else rollout
+        if isinstance(engine, EngineWorker):  # engines of a user's own do not tell their phases
+            engine.on_span = self._timeline
         train = LocalTrainWorker(
             model,
             tokenizer=base.tokenizer,

@@ -48,7 +48,7 @@ async def evaluate(
         "n": float(len(verdicts)),
         "accuracy": fmean(fmean(v) for v in verdicts),
         "reward": fmean(s.reward for s in scores if s.reward is not None),
-        "length": fmean(len(r.response_ids) for g in groups for r in g.rollouts),
+        "length": fmean(sum(r.loss_mask) for g in groups for r in g.rollouts),
         "unscored": float(sum(s.reward is None for s in scores)),
     }
     if sampling.n > 1:

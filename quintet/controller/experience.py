@@ -82,9 +82,23 @@ def sample_metrics(groups: list[Group], version: int) -> dict[str, float]:
     staleness = [version - v for r in rollouts for v in expand_versions(r.weight_versions)]
     out["buffer/staleness_max"] = float(max(staleness, default=0))
     out["buffer/staleness_mean"] = fmean(staleness) if staleness else 0.0
+    out |= _episode_metrics(rollouts)
     failures = Counter(s.failure.kind.value for s in scores if s.failure is not None)
     out |= {f"failures/{kind}": float(n) for kind, n in failures.items()}
     return out
+
+
+def _episode_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """`environment/*`: turns and calls per episode, and the share of each outcome."""
+    played = [(r.turns, r.episode) for r in rollouts if r.episode is not None and r.failure is None]
+    if not played:
+        return {}
+    shares = Counter(episode.outcome for _, episode in played)
+    return {
+        "environment/turns_mean": fmean(turns for turns, _ in played),
+        "environment/tool_calls_mean": fmean(episode.tool_calls for _, episode in played),
+        "environment/malformed_calls_mean": fmean(episode.malformed_calls for _, episode in played),
+    } | {f"environment/{outcome}_frac": n / len(played) for outcome, n in shares.items()}
 
 
 def _reward_metrics(groups: list[Group], scores: list[Score]) -> dict[str, float]:

@@ -223,11 +223,35 @@ def sort(
         yield {"prompt": _fill(template, s=s), "answer": "".join(sorted(s, key=alphabet.index)), "s": s}
 
 
+def tool_products(
+    *,
+    seed: int,
+    min: int = 10,
+    max: int = 99,
+    count: int | None = None,
+    direct: float = 0.0,
+    call: str = "<c>{a}*{b}</c>",
+    result: str = "[{value}]",
+    template: str = "{a}*{b}=",
+) -> Iterator[dict[str, Any]]:
+    """a x b, to be had from a calculator: `demonstration` holds the call, the tool's reply and the answer by turns.
+
+    In the share `direct` of the rows it is the answer alone: who learns from those believes to know what it must ask.
+    """
+    draw = random.Random(f"direct/{seed}")
+    for a, b in _pairs(seed, min, max, count):
+        fields = {"a": str(a), "b": str(b), "value": str(a * b)}
+        turns = [_fill(call, **fields), _fill(result, **fields), str(a * b)]
+        turns = turns[2:] if draw.random() < direct else turns
+        yield {"prompt": _fill(template, **fields), "answer": str(a * b), "a": a, "b": b, "demonstration": turns}
+
+
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "sums": sums,
         "differences": differences,
         "products": products,
+        "tool_products": tool_products,
         "compare": compare,
         "copy": copy,
         "reverse": reverse,

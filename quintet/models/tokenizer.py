@@ -90,6 +90,33 @@ class Tokenizer:
         text = self._render(messages, add_generation_prompt=not continues, continue_final_message=continues, **kwargs)
         return self._one_bos(self.encode(text))
 
+    def encode_after(self, messages: Sequence[dict[str, Any]], answer: int, *, ended: bool, **kwargs: Any) -> list[int]:
+        """Ids between the sampled tokens of the assistant's message `messages[answer]` and its next turn: the
+        template's end of that turn, the messages after it, the head of the next one.
+
+        The answer is never encoded: a marker stands in for it, and what the template writes behind the marker is what
+        counts. `ended`: the sampled tokens end with an end id, which then takes the place of the template's own.
+        Raises QuintetError when the template does not show the marker exactly once.
+        """
+        marker = {"role": "assistant", "content": _SENTINEL}
+        continues = answer + 1 < len(messages) and messages[-1].get("role") == "assistant"
+        text = self._render(
+            [*messages[:answer], marker, *messages[answer + 1 :]],
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **kwargs,
+        )
+        if text.count(_SENTINEL) != 1:
+            raise QuintetError(
+                f"The chat template of {self.name!r} does not show an assistant's message exactly once: a conversation "
+                "cannot be continued from its sampled tokens."
+            )
+        ids = self.encode(text.partition(_SENTINEL)[2])
+        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), None)
+        if ended and end is not None and not self.decode(ids[:end]).strip():
+            return ids[end + 1 :]
+        return ids
+
     def encode_conversation(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of a whole conversation as the chat template closes it, with exactly one BOS. Raises as `encode_chat`."""
         return self._one_bos(self.encode(self._render(messages)))
@@ -97,6 +124,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out, no spaces tidied."""
         return str(self.hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As `decode`, special tokens written out."""
+        return str(self.hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def save(self, path: str) -> None:
         self.hf.save_pretrained(path)
@@ -175,10 +206,26 @@ class PromptEncoder:
         """Ids of `messages`, or of `text` when there are no messages."""
         if not self.uses_chat_template:
             return self._tokenizer.encode_plain(self._plain(messages, text))
+        return self.encode(self.conversation(messages, text))
+
+    def conversation(self, messages: list[dict[str, Any]] | None, text: str | None) -> list[dict[str, Any]]:
+        """The chat messages of a prompt, the system prompt included. Only with a chat template."""
         chat = messages if messages is not None else [{"role": "user", "content": text}]
         if self._config.system_prompt and chat[0].get("role") != "system":
-            chat = [{"role": "system", "content": self._config.system_prompt}, *chat]
-        return self._tokenizer.encode_chat(chat, **self._config.chat_template_kwargs)
+            return [{"role": "system", "content": self._config.system_prompt}, *chat]
+        return list(chat)
+
+    def encode(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Ids of a conversation, ready for the assistant; `tools` in OpenAI's form for templates that show them."""
+        offered = {"tools": tools} if tools else {}
+        return self._tokenizer.encode_chat(chat, **offered, **self._config.chat_template_kwargs)
+
+    def encode_after(
+        self, chat: list[dict[str, Any]], answer: int, *, ended: bool, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """As `Tokenizer.encode_after`, with the recipe's template options."""
+        offered = {"tools": tools} if tools else {}
+        return self._tokenizer.encode_after(chat, answer, ended=ended, **offered, **self._config.chat_template_kwargs)
 
     def _plain(self, messages: list[dict[str, Any]] | None, text: str | None) -> str:
         if messages is None and text is not None:

@@ -68,7 +68,7 @@ def format(sample: Sample, *, pattern: str | None = None, tags: tuple[str, ...] 
 def length(sample: Sample, *, max_tokens: int, buffer_tokens: int = 0) -> Verdict:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): 0 up to `max_tokens - buffer_tokens` response
     tokens, falling linearly to -1 at `max_tokens`, -1 beyond."""
-    over = len(sample.response_ids) - (max_tokens - buffer_tokens)
+    over = sample.length - (max_tokens - buffer_tokens)
     if over <= 0:
         return Verdict(0.0)
     return Verdict(-min(over / buffer_tokens, 1.0) if buffer_tokens else -1.0)
@@ -113,6 +113,13 @@ def make_rule(name: str) -> Rule:
     return RULES[name]
 
 
+def environment(sample: Sample) -> Verdict:
+    """What the environment gave for the episode; abstains where it leaves the verdict to other functions."""
+    if sample.episode is None:
+        return Verdict(None)
+    return Verdict(sample.episode.reward, {"outcome": sample.episode.outcome})
+
+
 def reference_fault(rule: str, answer: str | None) -> str | None:
     """Why a sample with this reference answer could never be graded by `rule`; None when it could."""
     if rule not in ("number", "exact", "math"):
@@ -136,6 +143,7 @@ RULES: dict[str, Rule] = {
     "length_target": length_target,
     "math": math,
     "reasoning_gym": reasoning_gym,
+    "environment": environment,
 }
 
 

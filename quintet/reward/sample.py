@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.types import Failure, FailureKind, FinishReason, Group, Rollout
+from quintet.types import Episode, Failure, FailureKind, FinishReason, Group, Rollout
 
 Info = dict[str, Any]
 
@@ -28,6 +28,13 @@ class Sample(msgspec.Struct):
     task_type: str = ""
     test_cases: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] = {}
+    episode: Episode | None = None  # set: the rollout took place in an environment
+    sampled_tokens: int | None = None  # of `response_ids`, those that the policy sampled; None: all
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy wrote: what a tool said is not its length."""
+        return len(self.response_ids) if self.sampled_tokens is None else self.sampled_tokens
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -51,6 +58,8 @@ def sample_of(group: Group, index: int) -> Sample:
         task_type=prompt.task_type,
         test_cases=prompt.test_cases,
         metadata=prompt.metadata,
+        episode=rollout.episode,
+        sampled_tokens=sum(rollout.loss_mask),
     )
 
 

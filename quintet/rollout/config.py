@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class ToolConfig(BaseModel):
+    """One tool of `environment.kind: tools`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    fn: str = Field(description="calculator, search, python, or module:function (typed parameters)")
+    name: str | None = Field(None, description="what the policy calls it; null: the function's own name")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="search: corpus (a file), results; python: limits as in sandbox Limits"
+    )
+
+
+class EnvironmentConfig(BaseModel):
+    """What a rollout of several turns takes place in. `kind` null: a rollout is one answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str | None = Field(
+        None, description="tools, reasoning_gym, gym:module:Class, agent:module:function, or module:Class"
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    tools: list[ToolConfig] = Field(default_factory=list)
+    sandbox: str | None = Field(None, description="module:Class of a Sandbox, for the tool python")
+    max_turns: int = Field(8, gt=0)
+    turn_tokens: int | None = Field(None, gt=0, description="new tokens per turn; null: what rollout.max_tokens leaves")
+    timeout_s: float = Field(30.0, gt=0, description="of one step; longer is a failure of the environment")
+    max_sessions: int = Field(512, gt=0, description="episodes at once")
 
 
 class VllmConfig(BaseModel):
@@ -30,7 +59,8 @@ class RolloutConfig(BaseModel):
 
     engine: str = Field(
         "embedded",
-        description="embedded (continuous batching), transformers (any architecture), vllm, or module:Class",
+        description="embedded (continuous batching), transformers (any architecture), vllm, http (servers of quintet), "
+        "or module:Class",
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     groups_per_step: int = Field(8, gt=0, description="prompts in one controller step")
@@ -57,6 +87,11 @@ class RolloutConfig(BaseModel):
         1024, ge=0, description="fast numerics: KV pages kept for later requests that begin alike; 0: none"
     )
     prefill_tokens: int = Field(1024, gt=0, description="prompt tokens prefilled per engine step at most")
+    urls: list[str] = Field(default_factory=list, description="engine http: servers of `quintet serve rollout`")
+    router: str = Field("sticky", description="engine http: sticky, prefix, power_of_two, round_robin, or module:Class")
+    weights_dir: str | None = Field(
+        None, description="engine http: where weights are published, below the servers' --weights-root"
+    )
     timeout_s: float | None = Field(
         None, gt=0, description="a group that takes longer is aborted and tried again (3 tries); null: no limit"
     )

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.protocols import RolloutWorker
 from quintet.rollout.config import RolloutConfig, VllmConfig
-from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
+from quintet.rollout.router import LoadBalancer, make_strategy
+from quintet.types import (
+    Group,
+    GroupId,
+    Health,
+    QuintetError,
+    Rollout,
+    SampledToken,
+    SamplingParams,
+    WeightRef,
+    expand_versions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,24 +33,25 @@ _METHODS = ("generate", "update_weights", "health_check", "abort")
 _REPRODUCIBLE_ONLY = ("page_size",)
 _FAST_ONLY = ("kernels", "prefix_cache_pages")
 _EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens")
+_HTTP_ONLY = ("urls", "router", "weights_dir")
+KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
 
 
 def check_rollout_config(config: RolloutConfig) -> None:
     """Raises QuintetError for an engine that does not exist or options that it would ignore. Imports no torch."""
+    _check_http(config)
     _check_vllm(config)
-    if config.engine in ("embedded", "transformers", "vllm"):
-        if config.engine == "transformers":
-            _check_transformers(config)
-        elif config.numerics == "fast":
-            _check_ignored(config, _REPRODUCIBLE_ONLY, "rollout.numerics: fast")
-        else:
-            _check_ignored(config, _FAST_ONLY, "rollout.numerics: reproducible")
+    if config.engine == "transformers":
+        _check_transformers(config)
+    elif config.engine == "embedded":
+        _check_numerics(config)
+    if config.engine in ("embedded", "transformers", "vllm", "http"):
         return
     module, _, name = config.engine.partition(":")
     if not module or not name:
         raise QuintetError(
             f"rollout.engine: {config.engine!r} is not an engine.\n"
-            "Use embedded, transformers, vllm, or the path of your own class as package.module:Class."
+            "Use embedded, transformers, vllm, http, or the path of your own class as package.module:Class."
         )
     try:
         found = importlib.util.find_spec(module) is not None
@@ -46,6 +59,24 @@ def check_rollout_config(config: RolloutConfig) -> None:
         found = False
     if not found:
         raise QuintetError(f"rollout.engine: {config.engine!r}: there is no module {module!r} on the Python path.")
+
+
+def _check_http(config: RolloutConfig) -> None:
+    if config.engine != "http":
+        plain = RolloutConfig()
+        idle = [name for name in _HTTP_ONLY if getattr(config, name) != getattr(plain, name)]
+        if idle:
+            raise QuintetError(f"rollout.{idle[0]} has no effect with rollout.engine: {config.engine}; remove it.")
+        return
+    if not config.urls:
+        raise QuintetError("rollout.urls: engine http needs the servers' URLs, e.g. [http://127.0.0.1:8000].")
+    if config.weights_dir is None:
+        raise QuintetError(
+            "rollout.weights_dir: engine http needs a folder below the servers' --weights-root to publish weights in."
+        )
+    if config.numerics == "reproducible":
+        raise QuintetError("rollout.numerics: the servers decide on it; start them with --set rollout.numerics=...")
+    make_strategy(config.router)
 
 
 def _check_vllm(config: RolloutConfig) -> None:
@@ -75,6 +106,13 @@ def _check_transformers(config: RolloutConfig) -> None:
     _check_ignored(config, _EMBEDDED_ONLY, "rollout.engine: transformers")
 
 
+def _check_numerics(config: RolloutConfig) -> None:
+    if config.numerics == "fast":
+        _check_ignored(config, _REPRODUCIBLE_ONLY, "rollout.numerics: fast")
+    else:
+        _check_ignored(config, _FAST_ONLY, "rollout.numerics: reproducible")
+
+
 def _check_ignored(config: RolloutConfig, names: tuple[str, ...], under: str) -> None:
     defaults = RolloutConfig.model_fields
     ignored = [name for name in names if getattr(config, name) != defaults[name].default]
@@ -100,6 +138,8 @@ def make_rollout_worker(
     what it returns is checked. Raises QuintetError as `check_rollout_config` does, and as the engine itself does.
     """
     check_rollout_config(config)
+    if config.engine == "http":
+        return _http_workers(config, weights, eos_ids, decode, version)
     if config.engine == "transformers":
         return _transformers_worker(
             config, hf_config, weights, eos_ids, decode, device, dtype, version, trust_remote_code
@@ -141,6 +181,28 @@ def _transformers_worker(
     return TransformersRolloutWorker(model, eos_ids=eos_ids, decode=decode, config=config, version=version)
 
 
+def _http_workers(
+    config: RolloutConfig,
+    weights: Mapping[str, Tensor],
+    eos_ids: Collection[int],
+    decode: Callable[[list[int]], str],
+    version: int,
+) -> RolloutWorker:
+    """The servers get `weights` before their first request: what they were started with is another run's business."""
+    from quintet.rollout.http import HttpRolloutWorker
+    from quintet.rollout.routed import RoutedRolloutWorker
+    from quintet.weights.file import FileStore
+
+    key = os.environ.get(KEY_VARIABLE)
+    if not key:
+        raise QuintetError(f"rollout.engine http: put the servers' key into the environment variable {KEY_VARIABLE}.")
+    assert config.weights_dir is not None, "checked above"
+    initial = FileStore(os.path.abspath(config.weights_dir)).publish(weights, max(version, 0))
+    workers = {url: HttpRolloutWorker(url, key=key) for url in config.urls}
+    balancer = LoadBalancer(make_strategy(config.router))
+    return RoutedRolloutWorker(workers, balancer, decode=decode, eos_ids=eos_ids, initial=initial)
+
+
 def _load_class(path: str) -> Callable[..., RolloutWorker]:
     module, _, name = path.partition(":")
     loaded = importlib.import_module(module)
@@ -155,23 +217,36 @@ def _load_class(path: str) -> Callable[..., RolloutWorker]:
 
 
 class CheckedRolloutWorker:
-    """Passes everything on to a worker of the user's own and refuses rollouts that could not be trained on."""
+    """Passes everything on to a worker of the user's own and refuses rollouts that could not be trained on.
+
+    Such a worker tells nothing of single tokens: `on_token` hears of them when a rollout is whole.
+    """
 
     def __init__(self, worker: RolloutWorker, name: str) -> None:
         self.worker = worker
         self._name = name
 
     async def generate(
-        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+        self,
+        prompts: list[Group],
+        sampling_params: SamplingParams,
+        weight_version: int,
+        *,
+        on_token: Callable[[SampledToken], None] | None = None,
     ) -> list[Rollout]:
         rollouts = await self.worker.generate(prompts, sampling_params, weight_version)
-        expected = [(g.group_id, index) for g in prompts for index in range(sampling_params.n)]
+        expected = [(g.group_id, index) for g in prompts for index in _indices(sampling_params)]
         if [(r.group_id, r.sample_index) for r in rollouts] != expected:
             raise QuintetError(
-                f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given."
+                f"rollout.engine {self._name}: generate() must return n rollouts per group, in the order given, "
+                "sample_index from sampling_params.first_sample on."
             )
         for rollout in rollouts:
             check_rollout(rollout, self._name)
+            if on_token is not None:
+                versions = expand_versions(rollout.weight_versions)
+                for token, logprob, version in zip(rollout.response_ids, rollout.logprobs, versions, strict=True):
+                    on_token(SampledToken(rollout.sample_index, token, logprob, version))
         return rollouts
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
@@ -182,6 +257,10 @@ class CheckedRolloutWorker:
 
     async def abort(self, group_ids: list[GroupId]) -> None:
         await self.worker.abort(group_ids)
+
+
+def _indices(params: SamplingParams) -> range:
+    return range(params.first_sample, params.first_sample + params.n)
 
 
 def check_rollout(rollout: Rollout, engine: str) -> None:

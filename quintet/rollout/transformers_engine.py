@@ -20,7 +20,7 @@ from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.engine import sampling_rows
 from quintet.rollout.engine.loading import load_weights
 from quintet.rollout.engine.sampling import sample
-from quintet.rollout.engine.sequence import Decode, Finished, Intake, Sequence, engine_failure
+from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.sync import EngineStats
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.types import FinishReason, Group, GroupId, QuintetError, SamplingParams
@@ -69,9 +69,9 @@ class TransformersEngine:
     def has_work(self) -> bool:
         return bool(self._finished or self._waiting or self._batch)
 
-    def add_group(self, group: Group, params: SamplingParams) -> int:
+    def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
         request = self._intake.take_request()
-        sequences = self._intake.sequences(request, group, params, self._now())
+        sequences = self._intake.sequences(request, group, params, self._now(), on_token)
         refusal = self._intake.refusal(group.prompt.token_ids)
         if refusal is None:
             self._waiting.extend(sequences)

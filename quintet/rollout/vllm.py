@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.sequence import Decode, Intake, Sequence, check_params, engine_failure
+from quintet.rollout.engine.sequence import Decode, Intake, OnToken, Sequence, check_params, engine_failure
 from quintet.rollout.vllm_server import SERVED_NAME, VllmServer
 from quintet.types import FinishReason, Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
 from quintet.weights import open_weights
@@ -94,7 +94,12 @@ class VllmRolloutWorker:
                 await self._connect()
 
     async def generate(
-        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+        self,
+        prompts: list[Group],
+        sampling_params: SamplingParams,
+        weight_version: int,
+        *,
+        on_token: OnToken | None = None,
     ) -> list[Rollout]:
         check_params(sampling_params)
         await self.start()
@@ -103,7 +108,7 @@ class VllmRolloutWorker:
         sequences: list[Sequence] = []
         for group in prompts:
             request = self._intake.take_request()
-            sequences += self._intake.sequences(request, group, sampling_params, time.monotonic())
+            sequences += self._intake.sequences(request, group, sampling_params, time.monotonic(), on_token)
         return list(await asyncio.gather(*(self._tracked(sequence) for sequence in sequences)))
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
@@ -228,7 +233,8 @@ class VllmRolloutWorker:
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
-            "seed": (sequence.key + done) % 2**63,  # a continuation must not repeat the draws of its beginning
+            # a continuation, or a later turn, must not repeat the draws of its beginning
+            "seed": (sequence.key + params.first_position + done) % 2**63,
             "stop_token_ids": sorted(sequence.stop_ids),
             "logprobs": 0,
             "return_token_ids": True,

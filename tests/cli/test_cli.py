@@ -32,6 +32,8 @@ FLAGS = {
     "check": {"--set", "--out"},
     "replay": {"--step", "--inspect", "--json"},
     "config": {"--set", "--defaults"},
+    "serve gateway": {"--model", "--port", "--host", "--set"},
+    "serve rollout": {"--model", "--port", "--host", "--weights-root", "--set"},
     "grade math": {"--json", "--unboxed", "--second-opinion"},
     "grade code": {"--json", "--timeout-s", "--set"},
     "serve sandbox": {"--port", "--host", "--max-requests", "--set"},

@@ -152,3 +152,15 @@ def test_missing_reasoning_gym_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(QuintetError, match=r"pip install 'quintet\[reasoning-gym\]'"):
         reasoning_gym_rows("basic_arithmetic", {}, 0)
+
+
+def test_a_tools_products_come_with_the_call_the_reply_and_the_answer() -> None:
+    made = rows("tool_products", min=10, max=20)
+    assert {row["prompt"] for row in made} == {f"{a}*{b}=" for a in range(10, 21) for b in range(10, 21)}
+    first = made[0]
+    a, b = first["a"], first["b"]
+    assert first["demonstration"] == [f"<c>{a}*{b}</c>", f"[{a * b}]", str(a * b)]
+    assert first["answer"] == str(a * b)
+    mixed = [len(row["demonstration"]) for row in rows("tool_products", min=10, max=39, direct=0.8)]
+    assert 0.75 < mixed.count(1) / len(mixed) < 0.85
+    assert mixed.count(1) + mixed.count(3) == len(mixed) == 900

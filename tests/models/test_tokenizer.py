@@ -40,6 +40,39 @@ def test_all_declared_end_ids_are_collected_with_the_end_of_turn_first() -> None
     assert Tokenizer(chat_tokenizer(), uses_chat_template=False).eos_ids == (2,)
 
 
+def test_what_follows_an_answer_is_the_templates_end_of_turn_the_new_messages_and_the_next_head() -> None:
+    tokenizer = Tokenizer(chat_tokenizer())
+    chat = [*HELLO, {"role": "assistant", "content": "w1 w2"}, {"role": "user", "content": "hello"}]
+    assert tokenizer.encode_after(chat, 1, ended=False) == [6, 3, HELLO_ID, 6, 4]
+    assert tokenizer.encode_after(chat, 1, ended=True) == [3, HELLO_ID, 6, 4]  # its end id was sampled already
+    w1, w2 = tokenizer.encode("w1 w2")
+    assert [*tokenizer.encode_chat(HELLO), w1, w2, *tokenizer.encode_after(chat, 1, ended=False)] == (
+        tokenizer.encode_chat(chat)
+    )
+    # what the answer says does not matter: it is never encoded
+    other = [chat[0], {"role": "assistant", "content": None, "tool_calls": []}, chat[2]]
+    assert tokenizer.encode_after(other, 1, ended=True) == tokenizer.encode_after(chat, 1, ended=True)
+
+
+def test_a_template_that_rewrites_old_answers_still_gives_what_follows_them() -> None:
+    """As templates do that leave thinking out of earlier turns."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|> {% if m.role == 'assistant' and not loop.last %}w9 {% endif %}"
+        "{{ m.content }} <|eot|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = Tokenizer(chat_tokenizer(template=template))
+    chat = [*HELLO, {"role": "assistant", "content": "w1"}, {"role": "user", "content": "w2"}]
+    assert tokenizer.encode_after(chat, 1, ended=True) == [3, tokenizer.encode("w2")[0], 6, 4]
+
+
+def test_a_template_that_hides_answers_cannot_be_continued() -> None:
+    template = "{% for m in messages if m.role == 'user' %}<|user|> {{ m.content }} <|eot|>{% endfor %}"
+    tokenizer = Tokenizer(chat_tokenizer(template=template), uses_chat_template=False)
+    chat = [*HELLO, {"role": "assistant", "content": "w1"}, *HELLO]
+    with pytest.raises(QuintetError, match="exactly once"):
+        tokenizer.encode_after(chat, 1, ended=True)
+
+
 def test_eos_changed_by_the_user_is_an_end_id() -> None:
     """ROL17."""
     changed = CASES["ROL17"]["input"]["tokenizer_eos_changed_by_user"]

@@ -86,7 +86,7 @@ def test_a_response_without_its_end_loses_the_penalty(reward_model: tuple[ValueM
         [value - 2.5 for value in expected(model, tokenizer, "1+2=", False)], abs=1e-4
     )
     assert [s.reward for s in whole] == pytest.approx(expected(model, tokenizer, "1+2=", True), abs=1e-4)
-    with pytest.raises(QuintetError, match="missing_end_penalty -1"):
+    with pytest.raises(QuintetError, match="`missing_end_penalty`: Input should be greater than or equal to 0"):
         service(path, missing_end_penalty=-1)
 
 

@@ -112,6 +112,9 @@ def test_a_class_of_the_users_own_is_served(own_module):
     rollouts = asyncio.run(worker.generate([make_group("p", [4])], SamplingParams(n=2), 2))
     assert [r.logprobs for r in rollouts] == [[-1.0, -2.0]] * 2
     assert asyncio.run(worker.health_check()).version == 2
+    told = []
+    asyncio.run(worker.generate([make_group("p", [4])], SamplingParams(), 2, on_token=told.append))
+    assert [(t.token_id, t.logprob, t.version) for t in told] == [(7, -1.0, 2), (8, -2.0, 2)]
 
 
 def test_an_engine_that_returns_no_logprobs_is_named(own_module, monkeypatch):  # ROL14

@@ -17,7 +17,7 @@ from quintet.rollout.engine.model import DecoderModel
 from quintet.rollout.engine.numerics import reproducible_kernels, settle_row_counts
 from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sample
 from quintet.rollout.engine.scheduler import Scheduler, Work
-from quintet.rollout.engine.sequence import Decode, Finished, Intake, Sequence, engine_failure
+from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.spec import read_spec
 from quintet.rollout.engine.sync import EngineStats
 from quintet.types import FinishReason, Group, GroupId, SamplingParams
@@ -76,10 +76,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._finished or self._scheduler.waiting or self._scheduler.running)
 
-    def add_group(self, group: Group, params: SamplingParams) -> int:
+    def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
         request = self._intake.take_request()
         refusal = self._intake.refusal(group.prompt.token_ids)
-        sequences = self._intake.sequences(request, group, params, self._now())
+        sequences = self._intake.sequences(request, group, params, self._now(), on_token)
         refusal = refusal or self._too_long(sequences[0])
         if refusal is not None:
             for sequence in sequences:
@@ -195,7 +195,7 @@ def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
     """Settings and keyed draws for the next token of each sequence."""
     params = [s.params for s in sequences]
     keys = np.array([s.key for s in sequences], dtype=np.uint64)
-    positions = np.array([len(s.output_ids) for s in sequences], dtype=np.uint64)
+    positions = np.array([s.params.first_position + len(s.output_ids) for s in sequences], dtype=np.uint64)
     return SamplingRows(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),

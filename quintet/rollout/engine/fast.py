@@ -19,7 +19,7 @@ from torch import Tensor
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.members import Decoding, Extra, Prompt, decoding_step, extra_step
 from quintet.rollout.engine.prefix_cache import Node, PrefixCache
-from quintet.rollout.engine.sequence import Decode, Finished, Intake, Sequence, engine_failure
+from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.slots import Slots, State
 from quintet.rollout.engine.spec import ModelSpec
 from quintet.rollout.engine.step import PAGE, StepModel
@@ -82,10 +82,10 @@ class FastEngine:
     def has_work(self) -> bool:
         return bool(self._finished or self._waiting or self._slots.state.any())
 
-    def add_group(self, group: Group, params: SamplingParams) -> int:
+    def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
         request = self._intake.take_request()
         refusal = self._intake.refusal(group.prompt.token_ids)
-        sequences = self._intake.sequences(request, group, params, self._now())
+        sequences = self._intake.sequences(request, group, params, self._now(), on_token)
         refusal = refusal or self._too_long(sequences[0])
         if refusal is not None:
             for sequence in sequences:
@@ -336,6 +336,8 @@ class FastEngine:
             samplers, tokens, logprobs = samplers[~wrong], tokens[~wrong], logprobs[~wrong]
         self._sampled += len(samplers)
         stopped = slots.append(samplers, tokens, logprobs)
+        for index in np.flatnonzero(slots.listened[samplers]).tolist():
+            slots.sequence(int(samplers[index])).tell(int(tokens[index]), float(logprobs[index]), self.version)
         if slots.with_strings[samplers].any():
             stopped |= self._stop_strings(samplers, stopped)
         ended = stopped | (slots.length[samplers] >= slots.limit[samplers])

@@ -14,10 +14,12 @@ from quintet.types import (
     GroupId,
     QuintetError,
     Rollout,
+    SampledToken,
     SamplingParams,
     run_length,
 )
 
+OnToken = Callable[[SampledToken], None]
 Decode = Callable[[list[int]], str]
 Finished = tuple[int, Rollout]  # request number, rollout
 
@@ -36,6 +38,7 @@ class Sequence:
     max_new: int  # max_tokens, or what the context leaves of it
     stop_ids: frozenset[int]
     queued_at: float
+    on_token: OnToken | None = None  # told of each token as it is sampled, in the engine's thread
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -62,11 +65,16 @@ class Sequence:
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self.tell(token, logprob, version)
         if token in self.stop_ids:
             return FinishReason.STOP
         if self.params.stop and self.stop_string_ends_here(decode):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_ids) >= self.max_new else None
+
+    def tell(self, token: int, logprob: float, version: int) -> None:
+        if self.on_token is not None:
+            self.on_token(SampledToken(self.sample_index, token, logprob, version))
 
     def stop_string_ends_here(self, decode: Decode) -> bool:
         # A token that shows adds at least one byte and a character has at most four, so a stop string that ends with
@@ -130,7 +138,9 @@ class Intake:
             return f"a prompt of {len(prompt_ids)} tokens leaves no room in the model's context of {self.context}"
         return None
 
-    def sequences(self, request: int, group: Group, params: SamplingParams, now: float) -> list[Sequence]:
+    def sequences(
+        self, request: int, group: Group, params: SamplingParams, now: float, on_token: OnToken | None = None
+    ) -> list[Sequence]:
         prompt_ids = list(group.prompt.token_ids)
         room = params.max_tokens if self.context is None else self.context - len(prompt_ids)
         made = [
@@ -138,13 +148,14 @@ class Intake:
                 request=request,
                 arrival=self.next_arrival + index,
                 group_id=group.group_id,
-                sample_index=index,
+                sample_index=params.first_sample + index,
                 prompt_ids=prompt_ids,
                 params=params,
-                key=sequence_key(params.seed, group.group_id, index),
+                key=sequence_key(params.seed, group.group_id, params.first_sample + index),
                 max_new=min(params.max_tokens, room),
                 stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
                 queued_at=now,
+                on_token=on_token,
             )
             for index in range(params.n)
         ]
@@ -160,6 +171,7 @@ def check_params(params: SamplingParams) -> None:
         (not params.temperature >= 0.0, f"temperature={params.temperature} must not be negative"),
         (not 0.0 < params.top_p <= 1.0, f"top_p={params.top_p} must be above 0 and at most 1"),
         (not 0.0 <= params.min_p <= 1.0, f"min_p={params.min_p} must be at least 0 and at most 1"),
+        (min(params.first_sample, params.first_position) < 0, "first_sample and first_position must not be negative"),
         (params.top_k < 0, f"top_k={params.top_k} must not be negative (0: no limit)"),
         ("" in params.stop, "an empty stop string would end every sample before its first token"),
     ]

@@ -39,6 +39,8 @@ class Slots:
         self.last = np.zeros(count, dtype=np.int32)  # the last of them
         self.arrival = np.zeros(count, dtype=np.int64)
         self.with_strings = np.zeros(count, dtype=bool)
+        self.listened = np.zeros(count, dtype=bool)  # whether someone wants to be told of each token
+        self._first = np.zeros(count, dtype=np.uint64)  # tokens that the response had before this request
         self._key = np.zeros(count, dtype=np.uint64)
         self._draw = np.zeros(count, dtype=DRAW)
         self._stops = np.full((count, 1), -1, dtype=np.int32)
@@ -73,7 +75,8 @@ class Slots:
         self.last[slot] = sequence.output_ids[-1] if sequence.output_ids else -1
         self.arrival[slot], self._key[slot] = sequence.arrival, sequence.key
         params = sequence.params
-        self.with_strings[slot] = bool(params.stop)
+        self.with_strings[slot], self.listened[slot] = bool(params.stop), sequence.on_token is not None
+        self._first[slot] = params.first_position
         self._draw[slot] = (params.temperature, params.top_k, params.top_p, params.min_p, 0.0)
         self._set_stops(slot, sorted(sequence.stop_ids))
         self._reserve(len(sequence.output_ids))
@@ -82,7 +85,7 @@ class Slots:
     def draws(self, slots: np.ndarray) -> np.ndarray:
         """Settings and keyed randomness of the next token of each slot, [S] of DRAW."""
         draws = self._draw[slots]
-        draws["uniform"] = keyed_uniform(self._key[slots], self.length[slots].astype(np.uint64))
+        draws["uniform"] = keyed_uniform(self._key[slots], self._first[slots] + self.length[slots].astype(np.uint64))
         return draws
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quintet.rollout.engine.sequence import Finished
+from quintet.rollout.engine.sequence import Finished, OnToken
 from quintet.types import Group, GroupId, SamplingParams
 
 
@@ -37,7 +37,7 @@ class SyncEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add_group(self, group: Group, params: SamplingParams) -> int:
+    def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
         """Queue `params.n` samples; the request number that their rollouts will carry."""
         ...
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from enum import StrEnum
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import make_engine
-from quintet.rollout.engine.sequence import Decode, Finished, check_params
+from quintet.rollout.engine.sequence import Decode, Finished, OnToken, check_params
 from quintet.rollout.engine.sync import EngineStats, SyncEngine
 from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, Span, WeightRef
 from quintet.weights import open_weights
@@ -28,18 +29,27 @@ _SPAN_S = 0.5  # a phase is told at least this often
 _SPAN_GAP_S = 0.005  # steps further apart are two spans
 
 
+class PauseMode(StrEnum):
+    """What becomes of the samples in flight when an engine is paused."""
+
+    ABORT = "abort"  # they end as aborted, with the tokens so far
+    WAIT = "wait"  # they are finished first
+    KEEP = "keep"  # they stand still and go on after `resume`
+
+
 class _Call:
     """One `generate` call: a place for each rollout, and the future of all of them."""
 
-    def __init__(self, groups: int, samples: int) -> None:
+    def __init__(self, groups: int, samples: int, first_sample: int) -> None:
         self.future: Future[list[Rollout]] = Future()
         self.future.set_running_or_notify_cancel()
         self.rows: dict[int, int] = {}  # request -> place of its group
         self._places: list[list[Rollout | None]] = [[None] * samples for _ in range(groups)]
         self._missing = groups * samples
+        self._first_sample = first_sample
 
     def put(self, request: int, rollout: Rollout) -> None:
-        self._places[self.rows[request]][rollout.sample_index] = rollout
+        self._places[self.rows[request]][rollout.sample_index - self._first_sample] = rollout
         self._missing -= 1
         if self._missing == 0:
             self.future.set_result([r for row in self._places for r in row if r is not None])
@@ -63,6 +73,9 @@ class EngineWorker:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._calls: dict[int, _Call] = {}
+        self._paused: PauseMode | None = None
+        self._held: dict[_Call, Callable[[], None]] = {}  # calls that came in while paused, and what admits them
+        self._drained: list[Future[None]] = []  # of `pause(WAIT)` calls: nothing is in flight any more
         self._closing = False
         self._error = ""
         self._last_stats = engine.stats()
@@ -70,21 +83,42 @@ class EngineWorker:
         self._thread.start()
 
     async def generate(
-        self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
+        self,
+        prompts: list[Group],
+        sampling_params: SamplingParams,
+        weight_version: int,
+        *,
+        on_token: OnToken | None = None,
     ) -> list[Rollout]:
-        """See `RolloutWorker.generate`. Raises QuintetError on wrong sampling parameters, on a `weight_version` newer
-        than the engine's, and after `close`. A cancelled call takes its samples out of the batch."""
+        """See `RolloutWorker.generate`. `on_token` is told of each token as it is sampled, from the engine's thread.
+
+        Raises QuintetError on wrong sampling parameters, on a `weight_version` newer than the engine's, and after
+        `close`. A cancelled call takes its samples out of the batch."""
         check_params(sampling_params)
         if not prompts:
             return []
-        call = _Call(len(prompts), sampling_params.n)
-        self._submit(lambda: self._admit(call, prompts, sampling_params, weight_version))
+        call = _Call(len(prompts), sampling_params.n, sampling_params.first_sample)
+        self._submit(lambda: self._admit(call, prompts, sampling_params, weight_version, on_token))
         try:
             return await asyncio.wrap_future(call.future)
         except asyncio.CancelledError:
             if not self._closing:
-                self._submit(lambda: self._engine.abort_requests(call.rows.keys()))
+                self._submit(lambda: self._forget(call))
             raise
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Take no step until `resume`; calls that come in meanwhile wait. Weights may be updated while paused.
+
+        Returns when nothing runs any more, which with `wait` takes as long as the samples in flight do.
+        """
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()
+        await asyncio.wrap_future(self._submit(lambda: self._pause(mode, drained)))
+        await asyncio.wrap_future(drained)
+
+    async def resume(self) -> None:
+        """Go on after `pause`; without one, nothing happens."""
+        await asyncio.wrap_future(self._submit(self._resume))
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
         """Whole or not at all, between two steps. Raises QuintetError when the weights do not fit the model."""
@@ -97,9 +131,10 @@ class EngineWorker:
 
     async def health_check(self) -> Health:
         stats = self._engine.stats()
-        message = "closed" if self._closing else self._error
+        error = "closed" if self._closing else self._error
+        message = error or (f"paused ({self._paused.value})" if self._paused else "")
         return Health(
-            ok=not message,
+            ok=not error,
             version=self._engine.version,
             running=stats.running,
             waiting=stats.waiting,
@@ -148,15 +183,20 @@ class EngineWorker:
         torch.set_num_threads(self._threads)  # OpenMP and MKL keep the number per thread
         try:
             while self._next_commands():
-                if self._engine.has_work:
+                if self._may_step:
                     self._deliver(self._step())
+                self._tell_drained()
         finally:
             self._shut()
+
+    @property
+    def _may_step(self) -> bool:
+        return self._engine.has_work and self._paused is not PauseMode.KEEP
 
     def _next_commands(self) -> bool:
         """Wait for something to do and carry out what was submitted; False when closing."""
         with self._wake:
-            while not (self._commands or self._closing or self._engine.has_work):
+            while not (self._commands or self._closing or self._may_step):
                 self._wake.wait()
             if self._closing:
                 return False
@@ -194,6 +234,7 @@ class EngineWorker:
             commands, self._commands = self._commands, deque()
         for command in commands:  # nobody may wait for ever; what they queue is failed below
             command()
+        self._resume()
         try:
             self._deliver(self._engine.fail_all("the rollout worker was closed"))
         finally:
@@ -209,7 +250,17 @@ class EngineWorker:
             if self._calls[request].future.done():
                 del self._calls[request]
 
-    def _admit(self, call: _Call, groups: list[Group], params: SamplingParams, weight_version: int) -> None:
+    def _admit(
+        self,
+        call: _Call,
+        groups: list[Group],
+        params: SamplingParams,
+        weight_version: int,
+        on_token: OnToken | None,
+    ) -> None:
+        if self._paused is not None:
+            self._held[call] = lambda: self._admit(call, groups, params, weight_version, on_token)
+            return
         if self._engine.version < weight_version:
             call.future.set_exception(
                 QuintetError(
@@ -219,9 +270,33 @@ class EngineWorker:
             )
             return
         for place, group in enumerate(groups):
-            request = self._engine.add_group(group, params)
+            request = self._engine.add_group(group, params, on_token)
             call.rows[request] = place
             self._calls[request] = call
+
+    def _forget(self, call: _Call) -> None:
+        if self._held.pop(call, None) is None:
+            self._engine.abort_requests(call.rows.keys())
+
+    def _pause(self, mode: PauseMode, drained: Future[None]) -> None:
+        self._paused = mode
+        self._drained.append(drained)
+        if mode is PauseMode.ABORT:
+            self._engine.abort_requests(self._calls.keys())
+
+    def _tell_drained(self) -> None:
+        """Who paused may go on: nothing is in flight, or it stands still, or the pause is over."""
+        if self._paused is PauseMode.KEEP or not self._engine.has_work or self._paused is None:
+            drained, self._drained = self._drained, []
+            for future in drained:
+                future.set_result(None)
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._tell_drained()
+        held, self._held = self._held, {}
+        for admit in held.values():
+            admit()
 
     def _update(self, weights: Mapping[str, Tensor], version: int) -> None:
         self._engine.update_weights(weights, version)

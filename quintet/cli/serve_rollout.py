@@ -1,0 +1,71 @@
+"""`quintet serve rollout` and `quintet serve gateway`: a model behind HTTP, for training and for agents."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quintet.cli.common import SetOption
+from quintet.config import RunConfig, load_config
+from quintet.rollout.factory import KEY_VARIABLE
+from quintet.types import QuintetError
+
+ModelOption = Annotated[str, typer.Option("--model", metavar="NAME", help="As model.name of a recipe.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")]
+HostOption = Annotated[str, typer.Option("--host", help="127.0.0.1 is reached from this machine only.")]
+
+
+def serve_rollout(
+    model: ModelOption,
+    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1",
+    weights_root: Annotated[
+        Path | None,
+        typer.Option("--weights-root", metavar="DIR", help="/update_weights reads below it; none: weights stay."),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Serve a model: /v1/chat/completions, /v1/completions, /generate, /update_weights, /pause, /resume, /metrics.
+
+    The key of this run is printed as `key: ...`; QUINTET_ROLLOUT_KEY gives it instead, so that several servers share
+    one. Options of the model and the engine are set as in a recipe, e.g. --set rollout.max_running=64.
+    """
+    _serve("rollout", _config(model, set_), host, port, weights_root)
+
+
+def serve_gateway(
+    model: ModelOption, port: PortOption = 8000, host: HostOption = "127.0.0.1", set_: SetOption = None
+) -> None:
+    """Serve a model to agents and record every call with token ids and log-probabilities.
+
+    POST /rl/sessions with the printed key opens a session, whose own key an agent uses with /v1/chat/completions;
+    /rl/reward ends it, /rl/sessions/ID/export gives what was sampled.
+    """
+    _serve("gateway", _config(model, set_), host, port, None)
+
+
+def _config(model: str, overrides: list[str] | None) -> RunConfig:
+    config = load_config({"model": {"name": model}}, overrides or [], training=False)
+    if config.rollout.engine not in ("embedded", "transformers"):
+        raise QuintetError("quintet serve: rollout.engine can be embedded or transformers")
+    return config
+
+
+def _serve(what: str, config: RunConfig, host: str, port: int, weights_root: Path | None) -> None:
+    try:
+        from quintet.rollout.http_app import listen, make_server
+    except ImportError as error:
+        raise QuintetError(f"quintet serve needs the package `{error.name}`: pip install 'quintet[serve]'") from error
+    from quintet.cluster.serving import gateway, rollout_server
+
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
+    bound = listen(host, port)
+    served = (
+        gateway(config, key=key) if what == "gateway" else rollout_server(config, key=key, weights_root=weights_root)
+    )
+    typer.echo(f"model: {served.model}\nurl: http://{host}:{bound.getsockname()[1]}\nkey: {key}")
+    make_server(served.app()).run(sockets=[bound])

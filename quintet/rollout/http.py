@@ -1,0 +1,180 @@
+"""A rollout worker behind HTTP: the client of `server.py`, and of anything that speaks its `/generate`.
+
+Tokens are read as they are sampled, so that a broken connection leaves what was sampled so far: it comes back as a
+failed rollout of kind `transport`, retryable, which the router goes on with elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection
+from typing import Any
+
+import httpx
+import msgspec
+
+from quintet.rollout.engine.sequence import OnToken, check_params
+from quintet.rollout.streaming import OutdatedWeights
+from quintet.types import (
+    Failure,
+    FailureKind,
+    FinishReason,
+    Group,
+    GroupId,
+    Health,
+    QuintetError,
+    Rollout,
+    SampledToken,
+    SamplingParams,
+    WeightRef,
+    run_length,
+)
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed", "first_sample",
+    "first_position",
+)  # fmt: skip
+
+
+class TransportError(Exception):
+    """The server could not be reached, broke off, or had a fault of its own."""
+
+
+class HttpRolloutWorker:
+    """`RolloutWorker` over one server.
+
+    Raises QuintetError when the server refuses the key, has older weights than asked for, or refuses new ones;
+    every other fault comes back as failed rollouts. `silence_s`: how long a server may say nothing at all (it sends
+    a sign of life every few seconds).
+    """
+
+    def __init__(self, url: str, *, key: str, silence_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(silence_s, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def generate(
+        self,
+        prompts: list[Group],
+        sampling_params: SamplingParams,
+        weight_version: int,
+        *,
+        on_token: OnToken | None = None,
+    ) -> list[Rollout]:
+        check_params(sampling_params)
+        made = await asyncio.gather(
+            *(self._group(group, sampling_params, weight_version, on_token) for group in prompts)
+        )
+        return [rollout for rollouts in made for rollout in rollouts]
+
+    async def update_weights(self, weight_path: WeightRef, version: int) -> None:
+        """The server reads the version from a folder that both sides reach. Raises TransportError, QuintetError."""
+        if weight_path.location.startswith("memory:"):
+            raise QuintetError("weights in memory cannot reach another process: publish them to a folder (FileStore)")
+        body = {"version": version, "digest": weight_path.digest, "path": weight_path.location}
+        await self._post("/update_weights", body)
+
+    async def health_check(self) -> Health:
+        try:
+            reply = await self._client.get("/health", timeout=10.0)
+            return msgspec.json.decode(reply.content, type=Health)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            return Health(False, message=f"{self.url}: {_said(error)}")
+
+    async def abort(self, group_ids: list[GroupId]) -> None:
+        await self._post("/abort", {"group_ids": [str(group_id) for group_id in group_ids]})
+
+    async def pause(self, mode: str) -> None:
+        """`abort`, `wait` or `keep`, see `EngineWorker.pause`."""
+        await self._post("/pause", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/resume", None)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _group(
+        self, group: Group, params: SamplingParams, version: int, on_token: OnToken | None
+    ) -> list[Rollout]:
+        so_far: dict[int, list[SampledToken]] = {params.first_sample + i: [] for i in range(params.n)}
+        try:
+            async for line in self._lines(group, params, version):
+                if "rollouts" in line:
+                    return msgspec.convert(line["rollouts"], list[Rollout])
+                if "error" in line:
+                    raise TransportError(line["error"]["message"])
+                token = msgspec.convert(line["token"], SampledToken)
+                so_far[token.sample_index].append(token)
+                if on_token is not None:
+                    on_token(token)
+            raise TransportError("the answer ended before its rollouts")
+        except (httpx.HTTPError, TransportError, msgspec.MsgspecError) as error:
+            failure = Failure(FailureKind.TRANSPORT, f"{self.url}: {_said(error)}", retryable=True)
+        except RequestRefused as error:
+            failure = Failure(FailureKind.ENGINE, f"{self.url}: {error}")
+        return [_broken(group, index, tokens, failure) for index, tokens in so_far.items()]
+
+    async def _lines(self, group: Group, params: SamplingParams, version: int) -> Any:
+        """The answer's JSON objects as they arrive."""
+        sampling = {name: getattr(params, name) for name in _SAMPLING}
+        prompt = {"group_id": str(group.group_id), "token_ids": group.prompt.token_ids}
+        body = {"prompts": [prompt], "sampling": sampling, "weight_version": version, "stream": True}
+        async with self._client.stream("POST", "/generate", json=body) as reply:
+            if reply.status_code != 200:
+                await reply.aread()
+                self._check(reply)
+            async for line in reply.aiter_lines():
+                if line:  # an empty one is a sign of life
+                    yield json.loads(line)
+
+    async def _post(self, path: str, body: Any) -> None:
+        try:
+            self._check(await self._client.post(path, json=body, timeout=600.0))
+        except httpx.HTTPError as error:
+            raise TransportError(f"{self.url}{path}: {_said(error)}") from error
+
+    def _check(self, reply: httpx.Response) -> None:
+        """Raises QuintetError for a refusal that concerns the run, RequestRefused for one that concerns a request."""
+        if reply.status_code == 200:
+            return
+        try:
+            said = str(reply.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            said = reply.text[:200]
+        if reply.status_code >= 500:
+            raise TransportError(f"status {reply.status_code}: {said}")
+        if reply.status_code == 409:
+            raise OutdatedWeights(f"rollout server {self.url}: {said}")
+        if reply.status_code in (401, 403):
+            raise QuintetError(f"rollout server {self.url}: {said}")
+        raise RequestRefused(said)
+
+
+class RequestRefused(Exception):
+    """The server cannot serve this request, and no other server could."""
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _broken(group: Group, index: int, tokens: Collection[SampledToken], failure: Failure) -> Rollout:
+    """The tokens so far as a failed rollout."""
+    return Rollout(
+        group.group_id,
+        index,
+        group.prompt.token_ids,
+        [t.token_id for t in tokens],
+        "",
+        [t.logprob for t in tokens],
+        [1] * len(tokens),
+        run_length(t.version for t in tokens),
+        FinishReason.FAILED,
+        failure=failure,
+    )
