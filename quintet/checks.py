@@ -168,11 +168,12 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
         )
     truncated = [f"top_p {rollout.top_p:g}"] if rollout.top_p < 1 else []
     truncated += [f"top_k {rollout.top_k}"] if rollout.top_k > 0 else []
+    truncated += [f"min_p {rollout.min_p:g}"] if rollout.min_p > 0 else []
     if truncated:
         yield Problem(
-            "rollout.top_p" if rollout.top_p < 1 else "rollout.top_k",
+            f"rollout.{truncated[0].split()[0]}",
             f"rollout {' and '.join(truncated)}: training on truncated sampling needs the sampler's kept set of "
-            "tokens, which is not stored yet; set top_p 1.0 and top_k 0 (quintet generate may use both)",
+            "tokens, which is not stored yet; set top_p 1.0, top_k 0 and min_p 0 (quintet generate may use them)",
         )
 
 

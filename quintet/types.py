@@ -79,7 +79,7 @@ class Prompt(msgspec.Struct):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 mean no truncation.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no truncation.
 
     `seed` is the run's random seed: the draw of a token is keyed by (seed, group id, sample index,
     position), never by its place in a batch. A call that goes on with a trajectory (its next turn, or its rest on
@@ -97,10 +97,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0
     first_sample: int = 0
     first_position: int = 0
+    min_p: float = 0.0
 
     def greedy(self) -> SamplingParams:
         """One answer, at every token the likeliest; limits and stops as here."""
-        return msgspec.structs.replace(self, n=1, temperature=0.0, top_p=1.0, top_k=0)
+        return msgspec.structs.replace(self, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 class FinishReason(StrEnum):

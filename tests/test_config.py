@@ -209,7 +209,7 @@ def test_one_prompt_a_step_of_many_completions_works_cfg01() -> None:
         ("train:\n  epochs: 2\n", "R:1", "train.old: self allows one update per batch"),
         ("rollout:\n  temperature: 0\n", "R:2", "rollout.temperature 0 is greedy"),
         ("rollout:\n  top_p: 0.9\n", "R:2", "kept set of tokens, which is not stored yet"),
-        ("rollout:\n  top_k: 5\n", "R:2", "set top_p 1.0 and top_k 0"),
+        ("rollout:\n  top_k: 5\n", "R:2", "set top_p 1.0, top_k 0 and min_p 0"),
         ("rollout: {numerics: reproducible}\nmodel: {dtype: bfloat16}\n", "R:1", "model.dtype is bfloat16"),
         ("rollout: {numerics: reproducible}\nmodel: {dtype: auto}\n", "R:1", "model.dtype is auto"),
         ("rollout: {numerics: reproducible, engine: transformers}\n", "R:1", "kept by rollout.engine: embedded only"),

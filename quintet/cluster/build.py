@@ -160,6 +160,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         max_tokens=rollout.max_tokens,
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),

@@ -17,6 +17,7 @@ from quintet.algorithms.offline import OfflineAlgorithm
 from quintet.algorithms.presets import Algorithm
 from quintet.config import RunConfig
 from quintet.models.config import LoraConfig
+from quintet.rollout.engine.step import PAGE
 
 _FLOAT32 = 4
 _ADAMW = 8  # two float32 moments
@@ -82,7 +83,8 @@ def _kv_bytes(
     running = min(rollout.max_running, per_step * (1 + algorithm.max_staleness))
     tokens = running * rollout.max_tokens + -(-running // rollout.group_size) * longest_prompt
     if rollout.kv_pages is not None:
-        tokens = min(tokens, rollout.kv_pages * rollout.page_size)
+        page = rollout.page_size if rollout.numerics == "reproducible" else PAGE
+        tokens = min(tokens, rollout.kv_pages * page)
     return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize * tokens
 
 

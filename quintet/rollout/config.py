@@ -71,13 +71,22 @@ class RolloutConfig(BaseModel):
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(
+        0.0, ge=0.0, le=1.0, description="tokens less likely than this share of the likeliest are not sampled"
+    )
     max_tokens: int = Field(256, gt=0, description="new tokens per sample")
     stop: list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
     max_running: int = Field(128, gt=0, description="sequences decoded together at most")
-    page_size: int = Field(16, gt=0, description="tokens per KV page")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="fast numerics: C++ compiled on first use (Linux x86-64 with AVX2), or plain torch"
+    )
+    page_size: int = Field(16, gt=0, description="tokens per KV page of reproducible numerics; fast has pages of 32")
     kv_pages: int | None = Field(None, gt=0, description="pages in all; null: as many as needed, grown on demand")
-    prefill_tokens: int = Field(2048, gt=0, description="prompt tokens prefilled per engine step at most")
+    prefix_cache_pages: int = Field(
+        1024, ge=0, description="fast numerics: KV pages kept for later requests that begin alike; 0: none"
+    )
+    prefill_tokens: int = Field(1024, gt=0, description="prompt tokens prefilled per engine step at most")
     urls: list[str] = Field(default_factory=list, description="engine http: servers of `quintet serve rollout`")
     router: str = Field("sticky", description="engine http: sticky, prefix, power_of_two, round_robin, or module:Class")
     weights_dir: str | None = Field(

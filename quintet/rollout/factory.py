@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _METHODS = ("generate", "update_weights", "health_check", "abort")
-_EMBEDDED_ONLY = ("page_size", "kv_pages", "prefill_tokens")
+_REPRODUCIBLE_ONLY = ("page_size",)
+_FAST_ONLY = ("kernels", "prefix_cache_pages")
+_EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens")
 _HTTP_ONLY = ("urls", "router", "weights_dir")
 KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
 
@@ -41,6 +43,8 @@ def check_rollout_config(config: RolloutConfig) -> None:
     _check_vllm(config)
     if config.engine == "transformers":
         _check_transformers(config)
+    elif config.engine == "embedded":
+        _check_numerics(config)
     if config.engine in ("embedded", "transformers", "vllm", "http"):
         return
     module, _, name = config.engine.partition(":")
@@ -99,10 +103,21 @@ def _check_transformers(config: RolloutConfig) -> None:
         raise QuintetError(
             "rollout.numerics: reproducible is kept by rollout.engine: embedded only; set rollout.numerics: fast."
         )
+    _check_ignored(config, _EMBEDDED_ONLY, "rollout.engine: transformers")
+
+
+def _check_numerics(config: RolloutConfig) -> None:
+    if config.numerics == "fast":
+        _check_ignored(config, _REPRODUCIBLE_ONLY, "rollout.numerics: fast")
+    else:
+        _check_ignored(config, _FAST_ONLY, "rollout.numerics: reproducible")
+
+
+def _check_ignored(config: RolloutConfig, names: tuple[str, ...], under: str) -> None:
     defaults = RolloutConfig.model_fields
-    ignored = [name for name in _EMBEDDED_ONLY if getattr(config, name) != defaults[name].default]
+    ignored = [name for name in names if getattr(config, name) != defaults[name].default]
     if ignored:
-        raise QuintetError(f"rollout.{ignored[0]} has no effect with rollout.engine: transformers; remove it.")
+        raise QuintetError(f"rollout.{ignored[0]} has no effect with {under}; remove it.")
 
 
 def make_rollout_worker(

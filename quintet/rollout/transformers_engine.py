@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import EngineStats, sampling_rows
+from quintet.rollout.engine.engine import sampling_rows
 from quintet.rollout.engine.loading import load_weights
 from quintet.rollout.engine.sampling import sample
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
+from quintet.rollout.engine.sync import EngineStats
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.types import FinishReason, Group, GroupId, QuintetError, SamplingParams
 

@@ -232,6 +232,7 @@ class VllmRolloutWorker:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
+            "min_p": params.min_p,
             # a continuation, or a later turn, must not repeat the draws of its beginning
             "seed": (sequence.key + params.first_position + done) % 2**63,
             "stop_token_ids": sorted(sequence.stop_ids),

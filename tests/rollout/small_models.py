@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import Engine
+from quintet.rollout.engine.build import make_engine as build_engine
+from quintet.rollout.engine.sync import SyncEngine
 from quintet.types import Group, GroupId, Prompt, Rollout, SamplingParams
 
 VOCABULARY = 120
@@ -83,14 +84,25 @@ def decode(ids: list[int]) -> str:
     return "".join(chr(97 + i // 26) + chr(97 + i % 26) for i in ids)
 
 
-def make_engine(model: PreTrainedModel, *, eos_ids: tuple[int, ...] = (EOS,), version: int = 0, **options) -> Engine:
-    options = {"page_size": 8, "max_running": 64} | options
-    return Engine(
+# What each engine test runs on: numerics, and for fast numerics the path
+PATHS = {
+    "native": {"numerics": "fast", "kernels": "native"},
+    "torch": {"numerics": "fast", "kernels": "torch"},
+    "reproducible": {"numerics": "reproducible", "page_size": 8},
+}
+
+
+def make_engine(
+    model: PreTrainedModel, *, eos_ids: tuple[int, ...] = (EOS,), version: int = 0, **options
+) -> SyncEngine:
+    if options.get("numerics") == "reproducible":
+        options = {"page_size": 8} | options
+    return build_engine(
         model.config,
         model.state_dict(),
         eos_ids=eos_ids,
         decode=decode,
-        config=RolloutConfig(**options),
+        config=RolloutConfig(**({"max_running": 64} | options)),
         device=CPU,
         dtype=torch.float32,
         version=version,
@@ -110,7 +122,7 @@ def random_prompts(count: int, longest: int, seed: int = 0) -> list[Group]:
     return groups
 
 
-def finish(engine: Engine, limit: int = 5000) -> list[Rollout]:
+def finish(engine: SyncEngine, limit: int = 5000) -> list[Rollout]:
     """Step until nothing is left; rollouts by request, then sample index."""
     done = []
     for _ in range(limit):
@@ -120,7 +132,7 @@ def finish(engine: Engine, limit: int = 5000) -> list[Rollout]:
     raise AssertionError(f"not finished after {limit} steps")
 
 
-def generate(engine: Engine, groups: list[Group], params: SamplingParams) -> list[Rollout]:
+def generate(engine: SyncEngine, groups: list[Group], params: SamplingParams) -> list[Rollout]:
     for group in groups:
         engine.add_group(group, params)
     return finish(engine)

@@ -9,12 +9,13 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MistralConfig
 
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import Engine
+from quintet.rollout.engine.build import make_engine as build_engine
 from quintet.types import FailureKind, FinishReason, GroupId, QuintetError, SamplingParams, VersionRun
 from tests.rollout.small_models import (
     CONFIGS,
     CPU,
     EOS,
+    PATHS,
     VOCABULARY,
     case,
     decode,
@@ -31,12 +32,12 @@ from tests.rollout.small_models import (
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_greedy_ids_equal_transformers_and_logprobs_agree(name, numerics):
+def test_greedy_ids_equal_transformers_and_logprobs_agree(name, path):
     model = make_model(name)
     groups = random_prompts(5, 60)
-    for rollout, group in zip(generate(make_engine(model, numerics=numerics), groups, GREEDY), groups, strict=True):
+    for rollout, group in zip(generate(make_engine(model, **PATHS[path]), groups, GREEDY), groups, strict=True):
         assert rollout.response_ids == reference_greedy(model, group.prompt.token_ids, 20)
         expected = reference_logits(model, rollout).log_softmax(-1)
         chosen = expected.gather(1, torch.tensor(rollout.response_ids)[:, None]).squeeze(1)
@@ -44,14 +45,14 @@ def test_greedy_ids_equal_transformers_and_logprobs_agree(name, numerics):
         assert len(set(rollout.response_ids)) > 1
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 7, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.6)]
 )
-def test_logprobs_are_of_the_truncated_renormalised_distribution(temperature, top_k, top_p, numerics):
+def test_logprobs_are_of_the_truncated_renormalised_distribution(temperature, top_k, top_p, path):
     model = make_model("qwen2")
     params = SamplingParams(n=4, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=16)
-    for rollout in generate(make_engine(model, numerics=numerics), random_prompts(3, 30), params):
+    for rollout in generate(make_engine(model, **PATHS[path]), random_prompts(3, 30), params):
         logits = reference_logits(model, rollout) / temperature
         if top_k:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
@@ -66,9 +67,10 @@ def test_logprobs_are_of_the_truncated_renormalised_distribution(temperature, to
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_prompt_logits_equal_a_transformers_forward():
+@pytest.mark.parametrize("path", PATHS)
+def test_prompt_logits_equal_a_transformers_forward(path):
     model = make_model("qwen3")
-    engine = make_engine(model)
+    engine = make_engine(model, **PATHS[path])
     ids = random_prompts(1, 200, seed=3)[0].prompt.token_ids
     expected = model(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(engine.prompt_logits(ids), expected, atol=1e-4, rtol=1e-4)
@@ -97,17 +99,18 @@ def test_attempt_of_a_group_draws_anew():
     assert [r.response_ids for r in first] != [r.response_ids for r in second]
 
 
-def test_any_declared_eos_or_stop_id_ends_a_sample():  # ROL08, ROL17
+@pytest.mark.parametrize("path", PATHS)
+def test_any_declared_eos_or_stop_id_ends_a_sample(path):  # ROL08, ROL17
     model = make_model()
     group = make_group("p", [5, 6, 7])
-    plain = generate(make_engine(model, eos_ids=()), [group], GREEDY)[0]
+    plain = generate(make_engine(model, eos_ids=(), **PATHS[path]), [group], GREEDY)[0]
     assert plain.finish_reason is FinishReason.LENGTH
     assert len(plain.response_ids) == 20
     stop = next(i for i in plain.response_ids if i != plain.response_ids[0])
     cut = plain.response_ids[: plain.response_ids.index(stop) + 1]
-    by_eos = generate(make_engine(model, eos_ids=(VOCABULARY - 1, stop)), [group], GREEDY)[0]
+    by_eos = generate(make_engine(model, eos_ids=(VOCABULARY - 1, stop), **PATHS[path]), [group], GREEDY)[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(stop,))
-    by_stop_id = generate(make_engine(model, eos_ids=()), [group], params)[0]
+    by_stop_id = generate(make_engine(model, eos_ids=(), **PATHS[path]), [group], params)[0]
     for rollout in (by_eos, by_stop_id):
         assert rollout.response_ids == cut
         assert rollout.loss_mask == [1] * len(cut)
@@ -131,7 +134,7 @@ def test_stop_string_keeps_its_token_and_cuts_the_text():
 
 def test_sampled_ids_survive_a_decoder_that_is_not_injective():  # ROL01
     model = make_model()
-    merged = Engine(
+    merged = build_engine(
         model.config,
         model.state_dict(),
         eos_ids=(),
@@ -168,15 +171,20 @@ def test_prompts_that_cannot_be_served_fail_and_the_others_go_on():  # ROL06
         assert len(rollout.response_ids) == 6  # the context of 16 less the prompt
 
 
-def test_a_response_that_no_cache_could_hold_is_refused():
-    engine = make_engine(make_model(), kv_pages=3)
-    rollout = generate(engine, [make_group("p", [2] * 10)], SamplingParams(max_tokens=16))[0]
-    assert "rollout.kv_pages is 3" in rollout.failure.message
-    assert generate(engine, [make_group("p", [2] * 10)], SamplingParams(max_tokens=15))[0].failure is None
+@pytest.mark.parametrize(
+    ("numerics", "kv_pages", "longest"),
+    [("reproducible", 3, 15), ("fast", 2, 33)],  # pages of 8; pages of 32, the prompt has one of its own
+)
+def test_a_response_that_no_cache_could_hold_is_refused(numerics, kv_pages, longest):
+    engine = make_engine(make_model(), numerics=numerics, kv_pages=kv_pages)
+    rollout = generate(engine, [make_group("p", [2] * 10)], SamplingParams(max_tokens=longest + 1))[0]
+    assert f"rollout.kv_pages is {kv_pages}" in rollout.failure.message
+    assert generate(engine, [make_group("p", [2] * 10)], SamplingParams(max_tokens=longest))[0].failure is None
 
 
-def test_abort_ends_running_and_waiting_samples_with_their_tokens():
-    engine = make_engine(make_model(), eos_ids=(), max_running=3)
+@pytest.mark.parametrize("path", PATHS)
+def test_abort_ends_running_and_waiting_samples_with_their_tokens(path):
+    engine = make_engine(make_model(), eos_ids=(), max_running=3, **PATHS[path])
     for name in ("a", "b", "c"):
         engine.add_group(make_group(name, [4, 5, 6]), SamplingParams(n=2, max_tokens=30))
     for _ in range(4):
@@ -197,11 +205,11 @@ def test_abort_ends_running_and_waiting_samples_with_their_tokens():
     assert engine.stats().kv_used == 0.0
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["llama-tied", "llama-untied", "qwen2"])
-def test_greedy_after_each_update_equals_a_fresh_engine(name, numerics):  # ROL03, WSY03, WSY01
+def test_greedy_after_each_update_equals_a_fresh_engine(name, path):  # ROL03, WSY03, WSY01
     models = [make_model(name, seed) for seed in (0, 1, 2)]
-    engine = make_engine(models[0], numerics=numerics)
+    engine = make_engine(models[0], **PATHS[path])
     groups = random_prompts(4, 40)
     seen = []
     for version, model in enumerate(models):
@@ -211,7 +219,7 @@ def test_greedy_after_each_update_equals_a_fresh_engine(name, numerics):  # ROL0
                 del weights["lm_head.weight"]  # the embedding alone must carry the head
             engine.update_weights(weights, version)
         rollouts = generate(engine, groups, GREEDY)
-        fresh = generate(make_engine(model, numerics=numerics, version=version), groups, GREEDY)
+        fresh = generate(make_engine(model, **PATHS[path], version=version), groups, GREEDY)
         assert [r.response_ids for r in rollouts] == [r.response_ids for r in fresh]
         assert [r.weight_versions for r in rollouts] == [r.weight_versions for r in fresh]
         torch.testing.assert_close([r.logprobs for r in rollouts], [r.logprobs for r in fresh], atol=1e-5, rtol=0)
@@ -273,9 +281,10 @@ def test_a_refused_update_leaves_the_old_weights_whole(kind, message):
     assert engine.version == 5
 
 
-def test_non_finite_logits_fail_the_sample_and_poison_no_page():
+@pytest.mark.parametrize("path", PATHS)
+def test_non_finite_logits_fail_the_sample_and_poison_no_page(path):
     model = make_model()
-    engine = make_engine(model, kv_pages=40)
+    engine = make_engine(model, kv_pages=40, **PATHS[path])
     groups = random_prompts(3, 30)
     expected = generate(engine, groups, GREEDY)
     huge = {k: v * 1e38 if "norm" in k else v for k, v in model.state_dict().items()}
@@ -300,19 +309,21 @@ def test_non_finite_logits_fail_the_sample_and_poison_no_page():
 )
 def test_what_the_engine_does_not_compute_is_refused_by_name(config, named):
     with pytest.raises(QuintetError, match=f"{named}(.|\n)*rollout.engine: transformers"):
-        Engine(config, {}, eos_ids=(), decode=decode, config=RolloutConfig(), device=CPU, dtype=torch.float32)
+        build_engine(config, {}, eos_ids=(), decode=decode, config=RolloutConfig(), device=CPU, dtype=torch.float32)
 
 
-def test_a_groups_prompt_is_computed_once():
-    engine = make_engine(make_model(), eos_ids=(EOS,))
+@pytest.mark.parametrize("path", PATHS)
+def test_a_groups_prompt_is_computed_once(path):
+    engine = make_engine(make_model(), eos_ids=(EOS,), **PATHS[path])
     generate(engine, [make_group("a", [3] * 50), make_group("b", [4] * 30)], SamplingParams(n=8, max_tokens=4))
     stats = engine.stats()
     assert stats.prompt_tokens == 8 * 80
     assert stats.computed_prompt_tokens == 80
 
 
-def test_samples_that_start_later_take_over_the_prompt_of_a_running_one():
-    engine = make_engine(make_model(), eos_ids=(), max_running=3)
+@pytest.mark.parametrize("path", PATHS)
+def test_samples_that_start_later_take_over_the_prompt_of_a_running_one(path):
+    engine = make_engine(make_model(), eos_ids=(), max_running=3, **PATHS[path])
     engine.add_group(make_group("a", [3] * 50), SamplingParams(max_tokens=5))
     engine.step()
     engine.add_group(make_group("b", [4] * 50), SamplingParams(n=3, max_tokens=12))  # two of them at once

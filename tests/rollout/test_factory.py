@@ -55,6 +55,9 @@ def test_both_engines_give_the_same_greedy_rollout(engine):
         ({"engine": "no_such_package.module:Engine"}, "there is no module 'no_such_package.module'"),
         ({"engine": "transformers", "numerics": "reproducible"}, "embedded only"),
         ({"engine": "transformers", "kv_pages": 10}, r"rollout\.kv_pages has no effect"),
+        ({"page_size": 32}, r"rollout\.page_size has no effect with rollout\.numerics: fast"),
+        ({"numerics": "reproducible", "kernels": "torch"}, r"rollout\.kernels has no effect"),
+        ({"numerics": "reproducible", "prefix_cache_pages": 0}, r"rollout\.prefix_cache_pages has no effect"),
     ],
 )
 def test_wrong_settings_are_refused_early(options, named):

@@ -6,17 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sample, sequence_key
+from quintet.rollout.engine import sampling
+from quintet.rollout.engine.native.library import NativeUnavailable, load_library
+from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sequence_key
+from quintet.rollout.engine.step import DRAW
 from quintet.types import GroupId
 
 GROUP = GroupId("p")
 
 
-def rows(count, uniform, temperature=1.0, top_k=0, top_p=1.0):
-    full = np.broadcast_to
-    return SamplingRows(
-        full(np.float64(temperature), count), full(np.int64(top_k), count), full(np.float64(top_p), count), uniform
-    )
+def rows(count, uniform, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    settings = [np.float64(temperature), np.int64(top_k), np.float64(top_p), np.float64(min_p)]
+    return SamplingRows(*(np.broadcast_to(value, count) for value in settings), uniform)
+
+
+def native_sample(logits, rows):
+    """The sampler of the C++ kernels, called as torch's is."""
+    draws = np.zeros(len(rows.uniform), dtype=DRAW)
+    for name in DRAW.names:
+        draws[name] = getattr(rows, name)
+    ids, logprobs = load_library().sample(logits.numpy(), draws)
+    return torch.from_numpy(ids).long(), torch.from_numpy(logprobs)
+
+
+@pytest.fixture(params=["torch", "native"])
+def sample(request):
+    if request.param == "torch":
+        return sampling.sample
+    try:
+        load_library()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    return native_sample
 
 
 def draws(count, seed=0):
@@ -48,7 +69,7 @@ def test_uniforms_are_uniform_and_independent_of_the_batch():
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.7)]
 )
-def test_sampled_frequencies_fit_the_distribution(vocabulary, temperature, top_k, top_p):
+def test_sampled_frequencies_fit_the_distribution(sample, vocabulary, temperature, top_k, top_p):
     logits = 2.0 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     count = 20000
     ids, logprobs = sample(logits.expand(count, -1), rows(count, draws(count), temperature, top_k, top_p))
@@ -74,7 +95,7 @@ def truncated(logits, top_k, top_p):
     return out / out.sum()
 
 
-def test_hand_computed_inverse_cdf():
+def test_hand_computed_inverse_cdf(sample):
     mass = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.4])
     uniform = np.array([0.0, 0.0999, 0.1001, 0.2999, 0.3001, 0.6001, 0.9999999999])
     ids, logprobs = sample(mass.log().expand(7, -1), rows(7, uniform))
@@ -82,7 +103,7 @@ def test_hand_computed_inverse_cdf():
     torch.testing.assert_close(logprobs, mass[ids].log())
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it_and_top_k_comes_first():
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_top_k_comes_first(sample):
     mass = torch.tensor([0.4, 0.3, 0.2, 0.1])
     uniform = np.linspace(0, 0.999, 200)
     kept = {
@@ -94,36 +115,54 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_top_k_comes_first():
     assert set(sample(mass.log().expand(200, -1), rows(200, uniform, top_k=2, top_p=0.58))[0].tolist()) == {0, 1}
 
 
-def test_a_flat_distribution_is_truncated_beyond_the_first_guess():
+def test_min_p_drops_what_is_unlikely_beside_the_likeliest_within_the_nucleus(sample):
+    mass = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    uniform = np.linspace(0, 0.999, 200)
+
+    def kept(**settings):
+        return set(sample(mass.log().expand(200, -1), rows(200, uniform, **settings))[0].tolist())
+
+    assert kept(min_p=0.4) == {0, 1, 2}
+    assert kept(min_p=0.6) == {0, 1}
+    assert kept(min_p=0.4, top_p=0.6) == {0, 1}
+    logprobs = sample(mass.log().expand(1, -1), rows(1, np.array([0.5]), min_p=0.6))[1]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.4 / 0.7]))
+
+
+def test_a_flat_distribution_is_truncated_beyond_the_first_guess(sample):
     logits = torch.linspace(0, 0.1, 5000)[None]  # top_p = 0.9 needs thousands of entries
     ids = [int(sample(logits, rows(1, np.array([u]), top_p=0.9))[0]) for u in (0.0, 0.9999999)]
     expected = truncated(logits[0], 0, 0.9).nonzero()
     assert ids == [int(expected.min()), int(expected.max())]
 
 
-def test_greedy_takes_the_largest_logit_at_temperature_one_logprob():
+def test_greedy_takes_the_largest_logit_at_temperature_one_logprob(sample):
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
     ids, logprobs = sample(logits, rows(2, np.array([0.99, 0.99]), temperature=0.0, top_k=1))
     assert ids.tolist() == [1, 0]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]])
 
 
-def test_a_row_gives_the_same_bits_alone_and_in_a_mixed_batch():
+def test_a_row_gives_the_same_bits_alone_and_in_a_mixed_batch(sample):
     logits = 3.0 * torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
     pick = np.random.default_rng(0)
     mixed = SamplingRows(
-        pick.choice([0.0, 0.7, 1.0], 64), pick.choice([0, 3, 50], 64), pick.choice([1.0, 0.9, 0.2], 64), draws(64)
+        pick.choice([0.0, 0.7, 1.0], 64),
+        pick.choice([0, 3, 50], 64),
+        pick.choice([1.0, 0.9, 0.2], 64),
+        np.zeros(64),
+        draws(64),
     )
     ids, logprobs = sample(logits, mixed)
     for row in range(64):
         one = SamplingRows(
-            *(part[row : row + 1] for part in (mixed.temperature, mixed.top_k, mixed.top_p, mixed.uniform))
+            *(part[row : row + 1] for part in (mixed.temperature, mixed.top_k, mixed.top_p, mixed.min_p, mixed.uniform))
         )
         alone = sample(logits[row : row + 1], one)
         assert (alone[0].item(), alone[1].item()) == (ids[row].item(), logprobs[row].item())
 
 
-def test_non_finite_logits_give_nan():
+def test_non_finite_logits_give_nan(sample):
     logits = torch.zeros(3, 300)
     logits[0, 5], logits[1, 7] = torch.nan, torch.inf
     assert sample(logits, rows(3, draws(3)))[1].isnan().tolist() == [True, True, False]

@@ -72,7 +72,14 @@ commands = st.lists(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(commands, st.integers(7, 20), st.integers(1, 6), st.sampled_from([1, 30, 500]))
 def test_no_page_leaks_and_every_sample_comes_back_once(script, kv_pages, max_running, prefill_tokens):
-    engine = make_engine(MODEL, eos_ids=(), kv_pages=kv_pages, max_running=max_running, prefill_tokens=prefill_tokens)
+    engine = make_engine(
+        MODEL,
+        eos_ids=(),
+        numerics="reproducible",
+        kv_pages=kv_pages,
+        max_running=max_running,
+        prefill_tokens=prefill_tokens,
+    )
     expected, done, added = set(), [], 0
     for command in script:
         if command[0] == "add":
@@ -110,7 +117,7 @@ def test_few_pages_and_few_slots_change_no_greedy_result():
 
 
 def test_the_youngest_is_preempted_and_the_oldest_ends_first():
-    engine = make_engine(MODEL, eos_ids=(), kv_pages=6, page_size=8)
+    engine = make_engine(MODEL, eos_ids=(), numerics="reproducible", kv_pages=6)
     for name in ("old", "young"):
         engine.add_group(make_group(name, [5] * 16), SamplingParams(max_tokens=24))
     ended = []
@@ -121,7 +128,7 @@ def test_the_youngest_is_preempted_and_the_oldest_ends_first():
 
 
 def test_prefill_is_bounded_by_the_token_budget_but_one_prompt_always_fits():
-    engine = make_engine(MODEL, eos_ids=(), prefill_tokens=25)
+    engine = make_engine(MODEL, eos_ids=(), numerics="reproducible", prefill_tokens=25)
     for index, tokens in enumerate((10, 10, 10, 60)):
         engine.add_group(make_group(f"g{index}", [5] * tokens), SamplingParams(max_tokens=50))
     running = []

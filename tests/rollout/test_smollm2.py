@@ -7,7 +7,8 @@ import torch
 
 from quintet.models.config import ModelConfig
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import Engine
+from quintet.rollout.engine.build import make_engine as build_engine
+from quintet.rollout.engine.native.library import load_library
 from quintet.types import SamplingParams
 from tests.rollout.small_models import CPU, generate, ids_and_bits, make_group, reference_logits
 
@@ -23,12 +24,12 @@ def smollm2():
 
 
 def make_engine(model, tokenizer, **options):
-    return Engine(
+    return build_engine(
         model.config,
         model.state_dict(),
         eos_ids=tokenizer.eos_ids,
         decode=tokenizer.decode,
-        config=RolloutConfig(numerics="reproducible", **options),
+        config=RolloutConfig(**({"numerics": "reproducible"} | options)),
         device=CPU,
         dtype=torch.float32,
     )
@@ -72,3 +73,35 @@ def test_alone_among_64_and_after_preemption_give_the_same_bits(smollm2):
     squeezed = generate(tight, [*crowd[:3], watched], params)
     assert tight.stats().preemptions > 0
     assert ids_and_bits(squeezed[6:]) == alone
+
+
+def test_bf16_logprobs_are_close_to_float32(smollm2):
+    if not load_library().bf16:
+        pytest.skip("no bfloat16 products here")
+    model, tokenizer = smollm2
+    groups = [question(tokenizer, a, b) for a, b in ((3, 4), (17, 20), (9, 1), (12, 15))]
+    engine = build_engine(
+        model.config,
+        model.state_dict(),
+        eos_ids=(),
+        decode=tokenizer.decode,
+        config=RolloutConfig(kernels="native"),
+        device=CPU,
+        dtype=torch.bfloat16,
+    )
+    off = []
+    for rollout in generate(engine, groups, SamplingParams(n=4, max_tokens=48)):
+        expected = reference_logits(model, rollout).log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(rollout.response_ids)[:, None]).squeeze(1)
+        off.append((torch.tensor(rollout.logprobs) - chosen).abs())
+    assert torch.cat(off).mean() <= 0.015
+
+
+def test_float32_kernels_continue_a_long_context_as_transformers_does(smollm2):
+    model, tokenizer = smollm2
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Tell me a story about the sea. " * 150}])
+    assert len(ids) > 1000
+    engine = make_engine(model, tokenizer, numerics="fast", kernels="native")
+    rollout = generate(engine, [make_group("long", ids)], SamplingParams(temperature=0.0, max_tokens=24))[0]
+    expected = reference_logits(model, rollout)
+    assert rollout.response_ids == expected.argmax(-1).tolist()

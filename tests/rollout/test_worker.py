@@ -32,7 +32,7 @@ def make_worker(model=None, *, eos_ids=(EOS,), decode=decode, version=0, **optio
         model.state_dict(),
         eos_ids=eos_ids,
         decode=decode,
-        config=RolloutConfig(**({"page_size": 8, "max_running": 64} | options)),
+        config=RolloutConfig(**({"max_running": 64} | options)),
         device=CPU,
         dtype=torch.float32,
         version=version,

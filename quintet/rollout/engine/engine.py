@@ -1,11 +1,9 @@
-"""The embedded engine: `step()` is schedule -> run -> postprocess. Synchronous; `worker.py` gives it a thread."""
+"""The engine of `rollout.numerics: reproducible`: `step()` is schedule -> run -> postprocess."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,57 +14,13 @@ from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.attention import Planner, Segment
 from quintet.rollout.engine.kv_cache import KVCache
 from quintet.rollout.engine.model import DecoderModel
-from quintet.rollout.engine.numerics import ReproducibleKernels, make_kernels, settle_row_counts
+from quintet.rollout.engine.numerics import reproducible_kernels, settle_row_counts
 from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sample
 from quintet.rollout.engine.scheduler import Scheduler, Work
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.spec import read_spec
+from quintet.rollout.engine.sync import EngineStats
 from quintet.types import FinishReason, Group, GroupId, SamplingParams
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was made (tokens, seconds, preemptions) and its state now."""
-
-    running: int
-    waiting: int
-    kv_used: float
-    memory_bytes: int
-    sampled_tokens: int
-    busy_s: float
-    preemptions: int
-    prompt_tokens: int
-    computed_prompt_tokens: int
-
-
-class SyncEngine(Protocol):
-    """What `EngineWorker` drives from its thread. One thread calls all methods; `stats` may be called from any."""
-
-    version: int
-    phase: str  # what the last `step` did: "prefill" or "decode"
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
-        """Queue `params.n` samples; the request number that their rollouts will carry."""
-        ...
-
-    def step(self) -> list[Finished]:
-        """One forward pass; the samples that ended, in any order."""
-        ...
-
-    def abort(self, group_ids: Collection[GroupId]) -> None: ...
-
-    def abort_requests(self, requests: Collection[int]) -> None: ...
-
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None: ...
-
-    def fail_all(self, message: str) -> list[Finished]:
-        """End everything with a failure and start from a clean state."""
-        ...
-
-    def stats(self) -> EngineStats: ...
 
 
 class Engine:
@@ -93,15 +47,14 @@ class Engine:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         spec = read_spec(hf_config)
-        kernels = make_kernels(config.numerics, config.page_size, dtype)
+        kernels = reproducible_kernels(config.page_size, dtype)
         self.version = version
         self.phase = "decode"
         self._decode = decode
         self._now = now
         self._model = DecoderModel(spec, kernels, device, dtype)
         self._model.load(weights)
-        if isinstance(kernels, ReproducibleKernels):
-            settle_row_counts(kernels, self._model.products, spec.head_dim)
+        settle_row_counts(kernels, self._model.products, spec.head_dim)
         pages = config.kv_pages or config.max_running * -(-spec.max_position // config.page_size)
         self._cache = KVCache(
             layers=spec.layers,
@@ -247,5 +200,6 @@ def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        min_p=np.array([p.min_p for p in params], dtype=np.float64),
         uniform=keyed_uniform(keys, positions),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,35 +11,50 @@ from torch import Tensor
 from quintet.types import QuintetError
 
 
-@torch.no_grad()
-def load_weights(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into `targets`, converting dtype and device.
+def check_weights(
+    shapes: Mapping[str, tuple[int, ...]], tied: Iterable[Collection[str]], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors that are to be loaded, by name.
 
-    Names that share storage among the targets (tied embeddings) need one of them; given more than one, they must be
-    equal. Raises QuintetError, before anything was changed, on names missing or unknown, on another shape, on values
-    that are not finite.
+    Args:
+        shapes: what the model has. tied: names that share storage; one of them is needed, and given more than one,
+            they must be equal.
+
+    Raises QuintetError on names missing or unknown, on another shape, on values that are not finite.
     """
     given = {name: weights[name] for name in weights if not name.endswith("rotary_emb.inv_freq")}
-    unknown = sorted(set(given) - set(targets))
+    unknown = sorted(set(given) - set(shapes))
     if unknown:
         raise _refusal(f"unknown tensor {unknown[0]!r}", len(unknown) - 1)
-    by_storage = defaultdict(list)
-    for name, target in targets.items():
-        by_storage[(target.data_ptr(), tuple(target.shape))].append(name)
-    missing = sorted(names[0] for names in by_storage.values() if not any(name in given for name in names))
+    together = {name: names for names in tied for name in names}
+    missing = sorted({min(together.get(n, (n,))) for n in shapes if not given.keys() & set(together.get(n, (n,)))})
     if missing:
         raise _refusal(f"tensor {missing[0]!r} is missing", len(missing) - 1)
     for name, tensor in given.items():
-        _check_tensor(name, tensor, targets[name])
-    for names in by_storage.values():
+        _check_tensor(name, tensor, shapes[name])
+    for names in {tuple(names) for names in together.values()}:
         _check_tied([name for name in names if name in given], given)
-    for name, tensor in given.items():
+    return given
+
+
+@torch.no_grad()
+def load_weights(targets: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into `targets`, converting dtype and device. Names that share storage among the targets are tied.
+
+    Raises QuintetError, before anything was changed, as `check_weights` does.
+    """
+    by_storage = defaultdict(list)
+    for name, target in targets.items():
+        by_storage[(target.data_ptr(), tuple(target.shape))].append(name)
+    tied = [names for names in by_storage.values() if len(names) > 1]
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    for name, tensor in check_weights(shapes, tied, weights).items():
         targets[name].copy_(tensor)
 
 
-def _check_tensor(name: str, tensor: Tensor, target: Tensor) -> None:
-    if tensor.shape != target.shape:
-        raise _refusal(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is {tuple(target.shape)}")
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise _refusal(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is {shape}")
     if tensor.is_floating_point() and not all(bool(bound.isfinite()) for bound in torch.aminmax(tensor)):
         raise _refusal(f"tensor {name!r} has values that are not finite")
 

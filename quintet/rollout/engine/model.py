@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quintet.rollout.engine.attention import StepPlan, paged_attention
 from quintet.rollout.engine.kv_cache import KVCache
-from quintet.rollout.engine.loading import load_weights
 from quintet.rollout.engine.numerics import Kernels
 from quintet.rollout.engine.spec import ModelSpec
+from quintet.rollout.engine.weights import FusedWeights, LayerWeights
 
 _ROPE_ROWS = 1024
 
@@ -28,12 +27,17 @@ class RopeTable:
 
     def rows(self, positions_T: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """[T, 1, head_dim / 2] each; `last` is the largest position asked for."""
+        cos, sin = self.table(last)
+        return cos[positions_T, None], sin[positions_T, None]
+
+    def table(self, last: int) -> tuple[Tensor, Tensor]:
+        """[positions, head_dim / 2] each, contiguous, at least up to position `last`."""
         while self._cos.shape[0] <= last:
             start = self._cos.shape[0]
             angles = torch.arange(start, start + _ROPE_ROWS, dtype=torch.float32)[:, None] * self._inv_freq
             self._cos = torch.cat([self._cos, (angles.cos() * self._scale).to(self._cos)])
             self._sin = torch.cat([self._sin, (angles.sin() * self._scale).to(self._sin)])
-        return self._cos[positions_T, None], self._sin[positions_T, None]
+        return self._cos, self._sin
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -49,64 +53,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    input_norm: Tensor
-    qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor  # [hidden, heads * head_dim]
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
-
-
 class DecoderModel:
     """Weights in fused storage and the forward pass over them."""
 
     def __init__(self, spec: ModelSpec, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
         self._kernels = kernels
-        self._device = device
-        self._dtype = dtype
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, dtype)
-        self._embedding = self._empty(spec.vocab_size, spec.hidden_size)
-        self._head = self._embedding if spec.tied else self._empty(spec.vocab_size, spec.hidden_size)
-        self._norm = self._empty(spec.hidden_size)
-        self._layers = [self._new_layer() for _ in range(spec.layers)]
-        self._targets = self._named_targets()
+        self._weights = FusedWeights(spec, device, dtype)
 
     @property
     def bytes(self) -> int:
-        return sum({t.data_ptr(): t.numel() * t.element_size() for t in self._targets.values()}.values())
+        return self._weights.bytes
 
     @property
     def products(self) -> list[Tensor]:
         """One matrix of each kind that rows are multiplied with, for the check of row invariance."""
-        layer = self._layers[0]
-        return [layer.qkv, layer.output, layer.gate_up, layer.down, self._head]
+        layer = self._weights.layers[0]
+        return [layer.qkv, layer.output, layer.gate_up, layer.down, self._weights.head]
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """From a Hugging Face state dict; see `load_weights` for what is refused."""
-        load_weights(self._targets, weights)
+        self._weights.load(weights)
 
     def forward(self, plan: StepPlan, cache: KVCache) -> Tensor:
         """Write the step's KV and return logits [plan.logit_count, vocabulary]."""
         spec, kernels = self.spec, self._kernels
         cos, sin = self._rope.rows(plan.positions_T, plan.last_position)
-        x_TE = self._embedding[plan.ids_T]
-        for index, layer in enumerate(self._layers):
+        x_TE = self._weights.embedding[plan.ids_T]
+        for index, layer in enumerate(self._weights.layers):
             normed = rms_norm(x_TE, layer.input_norm, spec.norm_eps)
             x_TE = x_TE + self._attention(layer, normed, cos, sin, plan, cache.layer(index))
             normed = rms_norm(x_TE, layer.mlp_norm, spec.norm_eps)
             hidden = kernels.gated(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
             x_TE = x_TE + kernels.linear(hidden, layer.down, layer.down_bias)
-        last = rms_norm(x_TE[plan.logit_rows], self._norm, spec.norm_eps)
-        return kernels.linear(last, self._head, None)[: plan.logit_count]
+        last = rms_norm(x_TE[plan.logit_rows], self._weights.norm, spec.norm_eps)
+        return kernels.linear(last, self._weights.head, None)[: plan.logit_count]
 
     def _attention(
         self,
@@ -130,54 +112,3 @@ class DecoderModel:
             stored.view(-1, spec.head_dim).index_copy_(0, plan.write_rows, rows)
         mixed = paged_attention(q * spec.head_dim**-0.5, cache, plan, self._kernels, spec.kv_heads)
         return self._kernels.linear(mixed, layer.output, layer.output_bias)
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, device=self._device, dtype=self._dtype)
-
-    def _new_layer(self) -> LayerWeights:
-        spec = self.spec
-        qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        return LayerWeights(
-            input_norm=self._empty(spec.hidden_size),
-            qkv=self._empty(qkv, spec.hidden_size),
-            qkv_bias=self._empty(qkv) if spec.qkv_bias else None,
-            q_norm=self._empty(spec.head_dim) if spec.qk_norm else None,
-            k_norm=self._empty(spec.head_dim) if spec.qk_norm else None,
-            output=self._empty(spec.hidden_size, spec.heads * spec.head_dim),
-            output_bias=self._empty(spec.hidden_size) if spec.output_bias else None,
-            mlp_norm=self._empty(spec.hidden_size),
-            gate_up=self._empty(2 * spec.intermediate_size, spec.hidden_size),
-            gate_up_bias=self._empty(2 * spec.intermediate_size) if spec.mlp_bias else None,
-            down=self._empty(spec.hidden_size, spec.intermediate_size),
-            down_bias=self._empty(spec.hidden_size) if spec.mlp_bias else None,
-        )
-
-    def _named_targets(self) -> dict[str, Tensor]:
-        """Hugging Face name -> the part of the fused storage it is copied into."""
-        targets = {
-            "model.embed_tokens.weight": self._embedding,
-            "model.norm.weight": self._norm,
-            "lm_head.weight": self._head,
-        }
-        for index, layer in enumerate(self._layers):
-            for name, tensor in self._layer_targets(layer).items():
-                targets[f"model.layers.{index}.{name}"] = tensor
-        return targets
-
-    def _layer_targets(self, layer: LayerWeights) -> dict[str, Tensor]:
-        spec = self.spec
-        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        fused = {
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): (layer.qkv, layer.qkv_bias, [q, kv, kv]),
-            ("mlp.gate_proj", "mlp.up_proj"): (layer.gate_up, layer.gate_up_bias, [spec.intermediate_size] * 2),
-            ("self_attn.o_proj",): (layer.output, layer.output_bias, [spec.hidden_size]),
-            ("mlp.down_proj",): (layer.down, layer.down_bias, [spec.hidden_size]),
-        }
-        targets = {"input_layernorm.weight": layer.input_norm, "post_attention_layernorm.weight": layer.mlp_norm}
-        if layer.q_norm is not None and layer.k_norm is not None:
-            targets |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
-        for names, (weight, bias, sizes) in fused.items():
-            targets |= {f"{n}.weight": part for n, part in zip(names, weight.split(sizes), strict=True)}
-            if bias is not None:
-                targets |= {f"{n}.bias": part for n, part in zip(names, bias.split(sizes), strict=True)}
-        return targets

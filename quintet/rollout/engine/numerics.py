@@ -1,6 +1,6 @@
-"""The two numeric modes: the few operations whose bits can depend on what else is in the batch.
+"""Reproducible numerics: the few operations whose bits could depend on what else is in the batch.
 
-`fast` takes the quickest kernels. `reproducible` makes the bits of a row a function of that row alone:
+The bits of a row are made a function of that row alone:
 
 - matrix products run on a few fixed numbers of rows only, rows being padded to the smallest: a kernel for another
   number (1, 2, 3, on some processors 8, with two threads 64) may add up in another order;
@@ -50,26 +50,6 @@ class Kernels(Protocol):
         `bias` [sequences, 1, R or 1, S] is 0 where a key may be seen and -inf elsewhere; every row sees some key.
         """
         ...
-
-
-class FastKernels:
-    row_tile = 1
-
-    def __init__(self, page_size: int) -> None:
-        self.key_block = page_size
-
-    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        return F.linear(x_TK, weight_NK, bias_N)
-
-    def gated(self, gate_up_TI: Tensor) -> Tensor:
-        gate, up = gate_up_TI.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def attend(self, q_NRD: Tensor, k_NSD: Tensor, v_NSD: Tensor, bias: Tensor) -> Tensor:
-        scores = torch.bmm(q_NRD, k_NSD.transpose(1, 2))
-        rows, keys = scores.shape[1:]
-        scores.view(bias.shape[0], -1, rows, keys).add_(bias)
-        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(v_NSD.dtype), v_NSD)
 
 
 class ReproducibleKernels:
@@ -122,10 +102,8 @@ class ReproducibleKernels:
         return out_NRD / total_NR1
 
 
-def make_kernels(numerics: str, page_size: int, dtype: torch.dtype) -> FastKernels | ReproducibleKernels:
-    """Raises QuintetError for reproducible numerics in anything but float32."""
-    if numerics == "fast":
-        return FastKernels(page_size)
+def reproducible_kernels(page_size: int, dtype: torch.dtype) -> ReproducibleKernels:
+    """Raises QuintetError for anything but float32."""
     if dtype != torch.float32:
         raise QuintetError(
             f"rollout.numerics: reproducible needs float32 weights, not {str(dtype).removeprefix('torch.')}.\n"

@@ -50,6 +50,7 @@ class SamplingRows:
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
+    min_p: np.ndarray
     uniform: np.ndarray
 
 
@@ -105,7 +106,8 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor, positive_BN: Tensor) -
 
 
 def _truncate(mass_BV: Tensor, shifted_BV: Tensor, rows: SamplingRows, sampled: np.ndarray) -> Tensor:
-    """Zero the mass outside top-k, then outside top-p of what is left. Only rows that ask for it are touched."""
+    """Zero the mass outside top-k, then outside top-p of what is left, then below min-p of the likeliest (whose mass
+    is 1). Only rows that ask for it are touched."""
     vocabulary = mass_BV.shape[1]
     with_k = np.flatnonzero(sampled & (rows.top_k > 0) & (rows.top_k < vocabulary))
     if with_k.size:
@@ -121,6 +123,11 @@ def _truncate(mass_BV: Tensor, shifted_BV: Tensor, rows: SamplingRows, sampled: 
         top_p_R = torch.from_numpy(rows.top_p[with_p].astype(np.float64)).to(mass_BV.device)
         part_RV = mass_BV[index]
         mass_BV[index] = part_RV * (part_RV >= _nucleus_threshold(part_RV, top_p_R))
+    with_min = np.flatnonzero(sampled & (rows.min_p > 0.0))
+    if with_min.size:
+        index = torch.from_numpy(with_min).to(mass_BV.device)
+        least_R1 = torch.from_numpy(rows.min_p[with_min].astype(np.float32)).to(mass_BV.device)[:, None]
+        mass_BV[index] = mass_BV[index] * (mass_BV[index] >= least_R1)
     return mass_BV
 
 

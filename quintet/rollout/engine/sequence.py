@@ -65,15 +65,18 @@ class Sequence:
         self.output_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if self.on_token is not None:
-            self.on_token(SampledToken(self.sample_index, token, logprob, version))
+        self.tell(token, logprob, version)
         if token in self.stop_ids:
             return FinishReason.STOP
-        if self.params.stop and self._stop_string_ends_here(decode):
+        if self.params.stop and self.stop_string_ends_here(decode):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_ids) >= self.max_new else None
 
-    def _stop_string_ends_here(self, decode: Decode) -> bool:
+    def tell(self, token: int, logprob: float, version: int) -> None:
+        if self.on_token is not None:
+            self.on_token(SampledToken(self.sample_index, token, logprob, version))
+
+    def stop_string_ends_here(self, decode: Decode) -> bool:
         # A token that shows adds at least one byte and a character has at most four, so a stop string that ends with
         # this token began within the window; the window's own first characters may decode differently, hence the 8.
         window = 4 * max(map(len, self.params.stop)) + 8
@@ -167,6 +170,7 @@ def check_params(params: SamplingParams) -> None:
         (params.max_tokens < 1, f"max_tokens={params.max_tokens} must be at least 1"),
         (not params.temperature >= 0.0, f"temperature={params.temperature} must not be negative"),
         (not 0.0 < params.top_p <= 1.0, f"top_p={params.top_p} must be above 0 and at most 1"),
+        (not 0.0 <= params.min_p <= 1.0, f"min_p={params.min_p} must be at least 0 and at most 1"),
         (min(params.first_sample, params.first_position) < 0, "first_sample and first_position must not be negative"),
         (params.top_k < 0, f"top_k={params.top_k} must not be negative (0: no limit)"),
         ("" in params.stop, "an empty stop string would end every sample before its first token"),

@@ -103,3 +103,35 @@ def _rope(config: PretrainedConfig) -> tuple[Tensor, float]:
         return inv_freq, float(scale)
     width = _head_dim(config)
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model's Hugging Face state dict."""
+    hidden, q, kv = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    rows = {"q": q, "k": kv, "v": kv}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (spec.vocab_size, hidden),
+    }
+    for index in range(spec.layers):
+        layer = f"model.layers.{index}"
+        shapes |= {f"{layer}.{n}.weight": (hidden,) for n in ("input_layernorm", "post_attention_layernorm")}
+        for name, size in rows.items():
+            shapes |= _linear(f"{layer}.self_attn.{name}_proj", size, hidden, spec.qkv_bias)
+        if spec.qk_norm:
+            shapes |= {f"{layer}.self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
+        shapes |= _linear(f"{layer}.self_attn.o_proj", hidden, q, spec.output_bias)
+        for name in ("gate", "up"):
+            shapes |= _linear(f"{layer}.mlp.{name}_proj", spec.intermediate_size, hidden, spec.mlp_bias)
+        shapes |= _linear(f"{layer}.mlp.down_proj", hidden, spec.intermediate_size, spec.mlp_bias)
+    return shapes
+
+
+def tied_names(spec: ModelSpec) -> list[tuple[str, ...]]:
+    """Names of which one stands for all."""
+    return [("model.embed_tokens.weight", "lm_head.weight")] if spec.tied else []
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from quintet.rollout.config import RolloutConfig
-from quintet.rollout.engine.engine import Engine, EngineStats, SyncEngine
+from quintet.rollout.engine.build import make_engine
 from quintet.rollout.engine.sequence import Decode, Finished, OnToken, check_params
+from quintet.rollout.engine.sync import EngineStats, SyncEngine
 from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, Span, WeightRef
 from quintet.weights import open_weights
 
@@ -303,7 +304,7 @@ class EngineWorker:
 
 
 class EmbeddedRolloutWorker(EngineWorker):
-    """The embedded engine behind the protocol; arguments as for `Engine`."""
+    """The embedded engine behind the protocol; arguments as for `make_engine`."""
 
     def __init__(
         self,
@@ -318,7 +319,7 @@ class EmbeddedRolloutWorker(EngineWorker):
         version: int = 0,
     ) -> None:
         super().__init__(
-            Engine(
+            make_engine(
                 hf_config,
                 weights,
                 eos_ids=eos_ids,
@@ -341,6 +342,7 @@ def _metrics(last: EngineStats, now: EngineStats) -> dict[str, float]:
         "rollout/sampled_tokens": float(tokens),
         "rollout/preemptions": float(now.preemptions - last.preemptions),
         "rollout/prefix_shared_frac": 1.0 - computed / prompt if prompt else 0.0,
+        "rollout/weights_load_s": now.update_s - last.update_s,
         "rollout/running": float(now.running),
         "rollout/waiting": float(now.waiting),
         "rollout/kv_used": now.kv_used,

@@ -1,0 +1,244 @@
+// Attention over pages of keys and values. A page of one KV head is two packed matrices (gemm.h): keys with the
+// tokens as columns, values with the tokens along the inner size; so scores and mixed values are the same blocks as
+// every other product. A task is up to LIMIT query rows of one KV head whose tokens see the same shared pages (the
+// prompt of a group, read once for all of them) and then pages of their own; partial results are merged by their
+// running maximum and sum (arXiv 1805.02867, as in arXiv 2205.14135).
+#pragma once
+#include "gemm.h"
+
+constexpr int LIMIT = 64;           // query rows of a task
+constexpr int SPAN = 8;             // pages scored at once
+constexpr int COLUMNS = SPAN * PAGE;
+
+template <class P>
+struct Scratch {
+    typename P::Act chance[LIMIT * COLUMNS] __attribute__((aligned(64)));
+    float score[LIMIT * COLUMNS] __attribute__((aligned(64)));
+    float peak[LIMIT], total[LIMIT], fade[LIMIT];
+    int seen[LIMIT];
+    std::vector<float> out;    // [LIMIT, width]
+    std::vector<float> mixed;  // [BLOCK, width]
+};
+
+// A list of pages of which page i shows counts[i] tokens, or (counts null) `tokens` consecutive ones in all.
+struct Pages {
+    const int32_t* ids;
+    const int32_t* counts;
+    int n, tokens;
+    int shown(int i) const { return counts ? counts[i] : std::min(PAGE, tokens - i * PAGE); }
+};
+
+template <class P>
+struct Attention {
+    typedef typename P::Act Act;
+    int width;        // head size padded to a multiple of 32
+    int kv_heads;
+    bool amx;
+
+    size_t page_size() const { return size_t(2) * PAGE * width; }  // of one KV head
+    const Act* keys(const Act* layer, int page, int head) const {
+        return layer + (size_t(page) * kv_heads + head) * page_size();
+    }
+
+    // Key and value of one token into its page, both as packed matrices (see Matrix::set).
+    void write(Act* layer, int page, int head, int offset, const float* k, const float* v, int head_dim) const {
+        Act* to = layer + (size_t(page) * kv_heads + head) * page_size();
+        Act* values = to + size_t(PAGE) * width;
+        if (P::PAIRED) {
+            to += offset / 16 * 512 + offset % 16 * 2, values += offset / 2 * 32 + offset % 2;
+            for (int d = 0; d < head_dim; ++d) to[d / 32 * 1024 + d % 32 / 2 * 32 + d % 2] = P::one(k[d]);
+            for (int d = 0; d < head_dim; ++d) values[d / 16 * 512 + d % 16 * 2] = P::one(v[d]);
+        } else {
+            to += size_t(offset / PANEL) * PANEL * width + offset % PANEL, values += offset * PANEL;
+            for (int d = 0; d < head_dim; ++d) to[d * PANEL] = P::one(k[d]);
+            for (int d = 0; d < head_dim; ++d) values[d / PANEL * PANEL * PAGE + d % PANEL] = P::one(v[d]);
+        }
+    }
+
+    void begin(Scratch<P>& s, int rows) const {
+        s.out.resize(size_t(LIMIT) * width), s.mixed.resize(size_t(BLOCK) * width);
+        std::fill(s.out.begin(), s.out.begin() + size_t(rows) * width, 0.0f);
+        for (int r = 0; r < rows; ++r) s.peak[r] = -INFINITY, s.total[r] = 0.0f;
+    }
+
+    // Rows [first, first + rows) of the task; q holds these rows. `seen` (or null): tokens that each row may see.
+    void add(Scratch<P>& s, const Act* layer, int head, const Act* q, int first, int rows, Pages pages,
+             const int* seen) const {
+        for (int start = 0; start < pages.n; start += SPAN) {
+            const int n = std::min(SPAN, pages.n - start);
+            const Act* at[SPAN];
+            for (int i = 0; i < n; ++i) at[i] = keys(layer, pages.ids[start + i], head);
+            const int last = pages.shown(start + n - 1);
+            for (int r = 0; r < rows; r += BLOCK)
+                scores(s, q + size_t(r) * width, r, std::min(BLOCK, rows - r), at, n, last);
+            for (int i = 0; i < n; ++i) hide(s, rows, i * PAGE + pages.shown(start + i), (i + 1) * PAGE);
+            if (seen)
+                for (int r = 0; r < rows; ++r) hide_row(s, r, std::max(0, seen[r] - start * PAGE), n * PAGE);
+            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE);
+            for (int r = 0; r < rows; r += BLOCK) mix(s, r, first + r, std::min(BLOCK, rows - r), at, n, last);
+        }
+    }
+
+    void finish(Scratch<P>& s, int row, Act* to, int head_dim) const {
+        const float scale = 1.0f / s.total[row];
+        const float* from = s.out.data() + size_t(row) * width;
+        int d = 0;
+        for (; d + VL <= head_dim; d += VL) P::put(to + d, load(from + d) * scale);
+        for (; d < head_dim; ++d) to[d] = P::one(from[d] * scale);
+    }
+
+  private:
+    // `last`: tokens that the last page shows.
+    void scores(Scratch<P>& s, const Act* q, int row, int rows, const Act* const* at, int n, int last) const {
+#ifdef QUINTET_AMX
+        if constexpr (P::PAIRED)
+            if (amx && rows <= 16) return few_scores(q, width, at, n, last, s.score + row * COLUMNS);
+#endif
+        for (int i = 0; i < n; ++i)
+            for (int c = 0; c < PAGE; c += PANEL) {
+                const Act* panel = at[i] + size_t(c) * width;
+                block(q, width, rows, {&panel, 1, width}, {s.score + row * COLUMNS + i * PAGE + c, COLUMNS, false}, amx, {});
+            }
+    }
+
+    static void hide_row(Scratch<P>& s, int row, int from, int to) {
+        for (int c = from; c < to; ++c) s.score[row * COLUMNS + c] = -INFINITY;
+    }
+    static void hide(Scratch<P>& s, int rows, int from, int to) {
+        if (from < to)
+            for (int r = 0; r < rows; ++r) hide_row(s, r, from, to);
+    }
+
+    // Scores of one row into weights relative to the running maximum; `fade` is what earlier results shrink by.
+    static void soften(Scratch<P>& s, int local, int row, int columns) {
+        const float* score = s.score + local * COLUMNS;
+        Act* chance = s.chance + local * COLUMNS;
+        vf top = load(score);
+        for (int c = VL; c < columns; c += VL) top = vmax(top, load(score + c));
+        const float peak = std::max(s.peak[row], largest(top));
+        const vf base = splat(peak == -INFINITY ? 0.0f : peak);
+        vf total = {};
+        for (int c = 0; c < columns; c += VL) {
+            vf e = vexp(load(score + c) - base);
+            total += e;
+            P::put(chance + c, e);
+        }
+        s.fade[local] = s.total[row] == 0.0f ? 0.0f : vexp(splat(s.peak[row] - peak))[0];
+        s.total[row] = s.total[row] * s.fade[local] + sum(total);
+        s.peak[row] = peak;
+    }
+
+    void mix(Scratch<P>& s, int local, int row, int rows, const Act* const* at, int n, int last) const {
+        products(s, s.chance + local * COLUMNS, rows, at, n, last);
+        for (int r = 0; r < rows; ++r) {
+            float* out = s.out.data() + size_t(row + r) * width;
+            const float* mixed = s.mixed.data() + size_t(r) * width;
+            const vf fade = splat(s.fade[local + r]);
+            for (int d = 0; d < width; d += VL) store(out + d, load(out + d) * fade + load(mixed + d));
+        }
+    }
+
+    void products(Scratch<P>& s, const Act* chance, int rows, const Act* const* at, int n, int last) const {
+#ifdef QUINTET_AMX
+        if constexpr (P::PAIRED)
+            if (amx && rows <= 16) {
+                const bool partial = last <= 16 && rows <= 4;  // then half of the page need not be read
+                few_products(chance, width, at, n - partial, s.mixed.data());
+                if (partial) tail(chance + (n - 1) * PAGE, rows, at[n - 1] + size_t(PAGE) * width, last, s.mixed.data());
+                return;
+            }
+#endif
+        for (int d = 0; d < width; d += PANEL) {
+            const Act* parts[SPAN];
+            for (int i = 0; i < n; ++i) parts[i] = at[i] + size_t(PAGE) * width + size_t(d) * PAGE;
+            block(chance, COLUMNS, rows, {parts, n, PAGE}, {s.mixed.data() + d, width, false}, amx, {});
+        }
+    }
+
+#ifdef QUINTET_AMX
+    // Few rows: what takes time is the latency of a chain of tile products, so four chains run side by side.
+    static void few_scores(const bf16* q, int width, const bf16* const* at, int n, int last, float* score) {
+        asm volatile("" : : : "memory");
+        for (int i = 0; i < n; i += 2, score += 2 * PAGE) {
+            const bf16 *one = at[i], *two = at[std::min(i + 1, n - 1)];
+            const bool both = i + 1 < n, half = i + 2 >= n && last <= 16;  // the last page's second half is not seen
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int k = 0; k < width; k += 32) {
+                _tile_loadd(4, q + k, width * 2);
+                _tile_loadd(6, one + k * 32, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                if (both || !half) {
+                    _tile_loadd(7, one + k * 32 + 512, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                }
+                if (!both) continue;
+                _tile_loadd(6, two + k * 32, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                if (half) continue;
+                _tile_loadd(7, two + k * 32 + 512, 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            _tile_stored(0, score, COLUMNS * 4);
+            _tile_stored(1, score + 16, COLUMNS * 4);
+            if (!both) return;
+            _tile_stored(2, score + 32, COLUMNS * 4);
+            _tile_stored(3, score + 48, COLUMNS * 4);
+        }
+    }
+
+    // The last page's part of `few_products`, up to 4 rows and 16 tokens, by vectors.
+    void tail(const bf16* chance, int rows, const bf16* values, int tokens, float* out) const {
+        for (int d = 0; d < width; d += 32) {
+            __m512 sum[4][2];
+            for (int r = 0; r < rows; ++r) {
+                sum[r][0] = _mm512_loadu_ps(out + r * width + d);
+                sum[r][1] = _mm512_loadu_ps(out + r * width + d + 16);
+            }
+            for (int t = 0; t < tokens; t += 2) {
+                const bf16* v = values + size_t(d) * PAGE + t * 16;
+                const __m512bh left = pairs(v), right = pairs(v + 512);
+                for (int r = 0; r < rows; ++r) {
+                    const __m512bh x = pair(chance + r * COLUMNS + t);
+                    sum[r][0] = _mm512_dpbf16_ps(sum[r][0], x, left);
+                    sum[r][1] = _mm512_dpbf16_ps(sum[r][1], x, right);
+                }
+            }
+            for (int r = 0; r < rows; ++r) {
+                _mm512_storeu_ps(out + r * width + d, sum[r][0]);
+                _mm512_storeu_ps(out + r * width + d + 16, sum[r][1]);
+            }
+        }
+    }
+
+    static void few_products(const bf16* chance, int width, const bf16* const* at, int n, float* out) {
+        asm volatile("" : : : "memory");
+        for (int d = 0; d < width; d += 64) {
+            const int far = d + 32 < width ? 1024 : 0;  // the second panel, where there is one
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int i = 0; i < n; ++i) {
+                const bf16* b = at[i] + size_t(PAGE) * width + size_t(d) * PAGE;
+                _tile_loadd(4, chance + i * PAGE, COLUMNS * 2);
+                _tile_loadd(6, b, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, b + 512, 64);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(6, b + far, 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_loadd(7, b + far + 512, 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+            _tile_stored(0, out + d, width * 4);
+            _tile_stored(1, out + d + 16, width * 4);
+            if (!far) return;
+            _tile_stored(2, out + d + 32, width * 4);
+            _tile_stored(3, out + d + 48, width * 4);
+        }
+    }
+#endif
+};

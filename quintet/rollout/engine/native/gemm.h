@@ -1,0 +1,272 @@
+// Matrix products with packed weights. A matrix [N, K] is kept in panels of 2 x VL columns (N). float32:
+// [panel][K][2 VL]. bf16: [panel][K / 32][2][16][16][2], which is at once what an AMX tile and what `vdpbf16ps` read.
+// A product is a loop over panels that threads take as they come free; each finished block of rows x panel goes where
+// it belongs, or through an epilogue while it is in the first-level cache.
+#pragma once
+#include <cstdlib>
+#include <sys/mman.h>
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+constexpr int BLOCK = 32;       // rows of a finished block
+constexpr int ROWS = 256;       // rows that are computed against a panel before the next panel: fits the L2 cache
+constexpr size_t HUGE_PAGE = 2 << 20;
+
+static inline size_t up64(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// Zeroed pages from the system, taken when first touched; large pages where the system gives them.
+struct Memory {
+    void *base, *at;
+    size_t bytes;
+    explicit Memory(size_t n) : bytes(n) {
+        bytes += HUGE_PAGE;  // room to begin at a large page
+        base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (base == MAP_FAILED) throw std::bad_alloc();
+        madvise(base, bytes, MADV_HUGEPAGE);
+        at = reinterpret_cast<void*>(up64(reinterpret_cast<size_t>(base), HUGE_PAGE));
+    }
+    Memory(const Memory&) = delete;
+    ~Memory() { munmap(base, bytes); }
+};
+
+// An array in such memory that grows, its contents forgotten; zero at first. Rows of activations lie a page or more
+// apart, so small pages would cost a TLB miss each.
+template <class T>
+struct Buffer {
+    std::unique_ptr<Memory> memory;
+    size_t size = 0;
+    T* data() const { return static_cast<T*>(memory->at); }
+    T& operator[](size_t i) const { return data()[i]; }
+    void reserve(size_t n) {
+        if (n <= size) return;
+        memory = std::make_unique<Memory>(up64(n * sizeof(T), HUGE_PAGE));
+        size = n;
+    }
+};
+
+template <class P>
+struct Matrix {
+    typedef typename P::Act Act;
+    int n = 0, k = 0, depth = 0, panels = 0;
+    Act* data = nullptr;
+    std::vector<float> bias;  // empty, or one per packed column
+    size_t size() const { return size_t(panels) * PANEL * depth; }
+
+    void shape(int columns, int inner, bool with_bias) {
+        n = columns, k = inner;
+        depth = up(inner, P::DEPTH);
+        panels = up(columns, PANEL) / PANEL;
+        if (with_bias) bias.assign(size_t(panels) * PANEL, 0.0f);
+    }
+    const Act* panel(int p) const { return data + size_t(p) * PANEL * depth; }
+    void set(int column, int at, Act x) {
+        size_t place = size_t(column / PANEL) * PANEL * depth;
+        int c = column % PANEL;
+        if (P::PAIRED)
+            place += size_t(at / 32) * 1024 + (c / 16) * 512 + (at % 32 / 2) * 32 + (c % 16) * 2 + at % 2;
+        else
+            place += size_t(at) * PANEL + c;
+        data[place] = x;
+    }
+};
+
+// The packed right side of a block: `count` parts of `depth` inner entries each, one after the other.
+template <class Act>
+struct Right {
+    const Act* const* parts;
+    int count, depth;
+};
+
+// Left rows [rows <= BLOCK, lda] times a packed panel into out[rows, ld], PANEL columns of it. `onto`: the product is
+// added to what `out` holds. A block of AMX computes rows beyond the last too: both sides have room for 32.
+template <int N>
+static inline void tile_f32(const float* a, int lda, Right<float> right, float* out, int ld, bool onto) {
+    vf acc[N][2] = {};
+    if (onto)
+        for (int r = 0; r < N; ++r) acc[r][0] = load(out + r * ld), acc[r][1] = load(out + r * ld + VL);
+    for (int part = 0; part < right.count; ++part, a += right.depth) {
+        const float* b = right.parts[part];
+        for (int k = 0; k < right.depth; ++k) {
+            vf b0 = load(b + k * PANEL), b1 = load(b + k * PANEL + VL);
+#pragma GCC unroll 16
+            for (int r = 0; r < N; ++r) {
+                vf x = splat(a[r * lda + k]);
+                acc[r][0] += x * b0;
+                acc[r][1] += x * b1;
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) store(out + r * ld, acc[r][0]), store(out + r * ld + VL, acc[r][1]);
+}
+
+constexpr int TALL = VL == 16 ? 8 : 4;  // rows of a register tile
+
+// Memory to fetch while a block is computed: `lines` cache lines from `at` on for each 32 inner entries.
+struct Ahead {
+    const char* at = nullptr;
+    int lines = 0;
+};
+
+struct Out {
+    float* at;
+    int ld;
+    bool onto;
+};
+
+static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, bool, Ahead) {
+    int r = 0;
+    for (; r + TALL <= rows; r += TALL) tile_f32<TALL>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    for (; r < rows; ++r) tile_f32<1>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+}
+
+#ifdef QUINTET_BF16
+template <int N>
+static inline void tile_bf16(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
+    __m512 acc[N][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+        acc[r][0] = onto ? _mm512_loadu_ps(out + r * ld) : _mm512_setzero_ps();
+        acc[r][1] = onto ? _mm512_loadu_ps(out + r * ld + VL) : _mm512_setzero_ps();
+    }
+    for (int part = 0; part < right.count; ++part, a += right.depth) {
+        for (int k = 0; k < right.depth; k += 2) {
+            const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+            __m512bh b0 = pairs(b), b1 = pairs(b + 512);
+#pragma GCC unroll 16
+            for (int r = 0; r < N; ++r) {
+                __m512bh x = pair(a + r * lda + k);
+                acc[r][0] = _mm512_dpbf16_ps(acc[r][0], x, b0);
+                acc[r][1] = _mm512_dpbf16_ps(acc[r][1], x, b1);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+        _mm512_storeu_ps(out + r * ld, acc[r][0]);
+        _mm512_storeu_ps(out + r * ld + VL, acc[r][1]);
+    }
+}
+
+#ifdef QUINTET_AMX
+static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right, Out out, Ahead ahead) {
+    const bool tall = rows > 16;
+    const int stride = lda * 2, width = out.ld * 4;
+    float* const lower = out.at + 16 * out.ld;
+    asm volatile("" : : : "memory");  // GCC's tile loads do not say that they read memory
+    if (out.onto) {
+        _tile_loadd(0, out.at, width);
+        _tile_loadd(1, out.at + 16, width);
+        _tile_loadd(2, lower, width);
+        _tile_loadd(3, lower + 16, width);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int part = 0; part < right.count; ++part, a += right.depth) {
+        const bf16* b = right.parts[part];
+        for (int k = 0; k < right.depth; k += 32, b += 1024) {
+            for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T1);
+            _tile_loadd(4, a + k, stride);
+            _tile_loadd(6, b, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, b + 512, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            if (!tall) continue;
+            _tile_loadd(5, a + 16 * lda + k, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out.at, width);
+    _tile_stored(1, out.at + 16, width);
+    if (!tall) return;
+    _tile_stored(2, lower, width);
+    _tile_stored(3, lower + 16, width);
+}
+#endif
+
+static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Out out, bool amx, Ahead ahead) {
+#ifdef QUINTET_AMX
+    if (amx) return block_amx(a, lda, rows, right, out, ahead);
+#endif
+    int r = 0;
+    for (; r + 8 <= rows; r += 8) tile_bf16<8>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    for (; r < rows; ++r) tile_bf16<1>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+}
+#endif
+
+// Tasks are runs of panels, so that the next panel can be fetched
+// while one is computed: a panel comes from memory once and its computing time is of the order of that transfer.
+template <class P, class Finish>
+static void product(Pool& pool, const typename P::Act* a, int lda, int rows, const Matrix<P>& w, bool amx,
+                    Finish finish) {
+    const int chunks = (rows + ROWS - 1) / ROWS, run = std::max(1, std::min(8, w.panels / 16));
+    const int runs = (w.panels + run - 1) / run, steps = std::max(1, w.depth / 32);
+    pool.run(chunks * runs, [&](int task, int) {
+#ifdef QUINTET_AMX
+        if (amx) tiles_for(16);
+#endif
+        const int first = task / runs * ROWS, last = std::min(rows, first + ROWS);
+        const int begin = task % runs * run, end = std::min(w.panels, begin + run);
+        const int lines = w.depth * PANEL * int(sizeof(*a)) / 64, blocks = (last - first + BLOCK - 1) / BLOCK;
+        for (int p = begin; p < end; ++p) {
+            const typename P::Act* panel = w.panel(p);
+            const char* next = reinterpret_cast<const char*>(w.panel(p + 1));
+            const int each = p + 1 < end ? (lines + blocks * steps - 1) / (blocks * steps) : 0;
+            for (int r = first; r < last; r += BLOCK, next += size_t(each) * steps * 64)
+                finish.template run<P>(r, std::min(BLOCK, last - r), p, [&](int count, Out out) {
+                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, amx, {next, each});
+                });
+        }
+    });
+}
+
+static inline void add_bias(const std::vector<float>& bias, int rows, int p, Out out) {
+    if (bias.empty()) return;
+    const float* b = bias.data() + size_t(p) * PANEL;
+    for (int r = 0; r < rows; ++r)
+        for (int c = 0; c < PANEL; c += VL)
+            store(out.at + r * out.ld + c, load(out.at + r * out.ld + c) + load(b + c));
+}
+
+// What becomes of finished blocks. to[row] = or += product (+ bias); `ld` is a multiple of PANEL.
+struct Into {
+    float* to;
+    int ld;
+    bool onto;
+    const std::vector<float>& bias;
+    template <class P, class Block>
+    void run(int row, int rows, int p, Block compute) const {
+        const Out out{to + size_t(row) * ld + size_t(p) * PANEL, ld, onto};
+        compute(rows, out);
+        add_bias(bias, rows, p, out);
+    }
+};
+
+// The panel holds VL gates and their VL ups: to[row] = SiLU(gate) * up.
+template <class Act>
+struct Gate {
+    Act* to;
+    int ld;
+    const std::vector<float>& bias;
+    template <class P, class Block>
+    void run(int row, int rows, int p, Block compute) const {
+        alignas(64) float both[BLOCK * PANEL];
+        compute(rows, Out{both, PANEL, false});
+        add_bias(bias, rows, p, Out{both, PANEL, false});
+        for (int r = 0; r < rows; ++r) {
+            vf gate = load(both + r * PANEL), other = load(both + r * PANEL + VL);
+            vf decay = vexp(gate > vf{} ? -gate : gate);  // e^-|gate|: never overflows
+            vf sigmoid = (gate > vf{} ? splat(1.0f) : decay) / (decay + 1.0f);
+            P::put(to + size_t(row + r) * ld + p * VL, gate * sigmoid * other);
+        }
+    }
+};

@@ -1,0 +1,393 @@
+// A Llama-style decoder: packed weights, paged KV and one forward pass with sampling, the threads of a pool sharing each stage.
+#pragma once
+#include <memory>
+
+#include "attention.h"
+#include "sampler.h"
+
+struct Spec {
+    int32_t vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim, threads;
+    int32_t qkv_bias, output_bias, mlp_bias, qk_norm, amx;
+    float norm_eps;
+    int64_t pages;
+};
+
+// One forward pass. Members are sequences; member m has member_count[m] consecutive new tokens, the first at position
+// member_position[m], and sees all shared pages of its group, then its own pages (row member_row[m] of own_table),
+// which held own_before[m] tokens before. member_writes[m] 0: its tokens' KV is cached already and is not written.
+struct Step {
+    int32_t tokens, members, groups, logits, samplers;
+    const int32_t *ids, *member_start, *member_count, *member_position, *member_row, *own_before, *member_writes;
+    const int32_t* own_table;
+    int64_t own_stride;
+    const int32_t *group_start, *shared_start, *shared_ids, *shared_counts;  // [groups + 1] twice; flat lists
+    const float *cosines, *sines;                                            // [positions, head_dim / 2]
+    const int32_t* logit_token;                                              // [logits]
+    const int32_t* sampler_logit;                                            // [samplers], ascending
+    const Draw* draws;                                                       // [samplers]
+    int32_t* sampled;                                                        // out: [samplers]
+    float* logprobs;                                                         // out: [samplers]
+    float* all_logits;                                                       // out, may be null: [logits, vocabulary]
+};
+
+enum Part { EMBEDDING, HEAD, NORM, INPUT_NORM, MLP_NORM, Q_NORM, K_NORM, Q, K, V, OUTPUT, GATE, UP, DOWN };
+
+struct Decoder {
+    virtual ~Decoder() = default;
+    virtual void take(int layer, int part, int bias, const void* from, int from_bf16) = 0;
+    virtual void step(const Step& step) = 0;
+    virtual void products(int rows) = 0;
+    virtual float read(const float* memory, int64_t bytes) = 0;
+    virtual void clear_pages(const int32_t* pages, int n) = 0;
+    virtual int64_t weight_bytes() const = 0;
+    virtual int64_t page_bytes() const = 0;
+};
+
+constexpr int LOGIT_ROWS = 256;  // rows of logits held at once
+
+struct Task {  // attention of consecutive tokens of one group under one KV head
+    int group, first, last, head;
+};
+
+template <class P>
+class Model : public Decoder {
+    typedef typename P::Act Act;
+    struct Layer {
+        Matrix<P> qkv, output, gate_up, down;
+        std::vector<float> input_norm, mlp_norm, q_norm, k_norm;
+    };
+
+    const Spec spec;
+    const bool amx;
+    Attention<P> attention;
+    std::vector<Layer> layers;
+    Matrix<P> head;
+    std::vector<float> norm;
+    Act* embedding = nullptr;  // [vocabulary, hidden]
+    std::unique_ptr<Memory> weights, cache;
+    size_t layer_pages;  // entries of one layer's cache
+
+    // Of the step in progress. Row strides: residual and fused are whole panels, the rest whole inner blocks.
+    int capacity = 0, width_x, width_in, width_fused, width_q, width_hidden, width_logits;
+    Buffer<float> residual, fused, logits;
+    Buffer<Act> normed, queries, mixed, hidden;
+    std::vector<Task> tasks;
+    std::vector<int> member_of;
+    std::vector<Scratch<P>> scratch;
+    std::vector<Sampler> samplers;
+    Pool pool;
+
+  public:
+    explicit Model(const Spec& s)
+        : spec(s), amx(s.amx && P::PAIRED), layers(s.layers), scratch(s.threads), samplers(s.threads), pool(s.threads) {
+        const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
+        attention = {up(spec.head_dim, 32), spec.kv_heads, amx};
+        width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
+        width_fused = up(inner + 2 * kv, PANEL), width_q = up(inner, P::DEPTH);
+        width_hidden = up(spec.intermediate, std::max(VL, P::DEPTH)), width_logits = up(spec.vocabulary, PANEL);
+        size_t entries = size_t(spec.vocabulary) * spec.hidden;
+        std::vector<Matrix<P>*> all{&head};
+        head.shape(spec.vocabulary, spec.hidden, false);
+        for (Layer& layer : layers) {
+            layer.qkv.shape(inner + 2 * kv, spec.hidden, spec.qkv_bias);
+            layer.output.shape(spec.hidden, inner, spec.output_bias);
+            layer.gate_up.shape(2 * up(spec.intermediate, VL), spec.hidden, spec.mlp_bias);
+            layer.down.shape(spec.hidden, spec.intermediate, spec.mlp_bias);
+            layer.input_norm.resize(spec.hidden), layer.mlp_norm.resize(spec.hidden);
+            layer.q_norm.resize(spec.head_dim), layer.k_norm.resize(spec.head_dim);
+            for (Matrix<P>* m : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) all.push_back(m);
+        }
+        norm.resize(spec.hidden);
+        for (Matrix<P>* m : all) entries += up(m->size(), 64);
+        weights = std::make_unique<Memory>((entries + 64) * sizeof(Act));
+        Act* at = static_cast<Act*>(weights->at);
+        for (Matrix<P>* m : all) m->data = at, at += up(m->size(), 64);
+        embedding = at;
+        layer_pages = size_t(spec.pages) * spec.kv_heads * attention.page_size();
+        cache = std::make_unique<Memory>(layer_pages * spec.layers * sizeof(Act));
+        for (Sampler& sampler : samplers) sampler.shape(spec.vocabulary);
+    }
+
+    int64_t weight_bytes() const override { return weights->bytes; }
+    int64_t page_bytes() const override {
+        return int64_t(spec.layers) * spec.kv_heads * attention.page_size() * sizeof(Act);
+    }
+
+    // A tensor of a Hugging Face state dict, row-major. Padding was zeroed when the memory was taken and stays so.
+    void take(int layer, int part, int bias, const void* from, int from_bf16) override {
+        Layer* l = layer < 0 ? nullptr : &layers[layer];
+        const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim, mlp = spec.intermediate;
+        auto matrix = [&](Matrix<P>& m, int rows, auto column) { pack(m, rows, bias, from, from_bf16, column); };
+        auto vector = [&](std::vector<float>& v) {
+            for (size_t i = 0; i < v.size(); ++i) v[i] = entry(from, from_bf16, i);
+        };
+        switch (part) {
+            case EMBEDDING: return embed(from, from_bf16);
+            case HEAD: return matrix(head, spec.vocabulary, [](int i) { return i; });
+            case NORM: return vector(norm);
+            case INPUT_NORM: return vector(l->input_norm);
+            case MLP_NORM: return vector(l->mlp_norm);
+            case Q_NORM: return vector(l->q_norm);
+            case K_NORM: return vector(l->k_norm);
+            case Q: return matrix(l->qkv, inner, [](int i) { return i; });
+            case K: return matrix(l->qkv, kv, [=](int i) { return inner + i; });
+            case V: return matrix(l->qkv, kv, [=](int i) { return inner + kv + i; });
+            case OUTPUT: return matrix(l->output, spec.hidden, [](int i) { return i; });
+            case GATE: return matrix(l->gate_up, mlp, [](int i) { return i / VL * PANEL + i % VL; });
+            case UP: return matrix(l->gate_up, mlp, [](int i) { return i / VL * PANEL + VL + i % VL; });
+            case DOWN: return matrix(l->down, spec.hidden, [](int i) { return i; });
+        }
+    }
+
+    void clear_pages(const int32_t* pages, int n) override {
+        const size_t page = spec.kv_heads * attention.page_size();
+        for (int l = 0; l < spec.layers; ++l)
+            for (int i = 0; i < n; ++i) std::fill_n(layer_cache(l) + pages[i] * page, page, Act(0));
+    }
+
+    float read(const float* memory, int64_t bytes) override {
+        std::vector<float> sums(spec.threads * 16);  // a cache line each
+        constexpr int64_t size = 1 << 16;
+        pool.run(int(bytes / 4 / size), [&](int i, int worker) { sums[worker * 16] += read_block(memory + i * size, size); });
+        return sums[0];
+    }
+
+    void step(const Step& step) override {
+        prepare(step);
+        embed_tokens(step);
+        for (int l = 0; l < spec.layers; ++l) run_layer(step, layers[l], layer_cache(l));
+        for (int first = 0; first < step.logits; first += LOGIT_ROWS) finish(step, first);
+    }
+
+    // The matrix products of a step over `rows` tokens and nothing else: what a step cannot be quicker than.
+    void products(int rows) override {
+        reserve(rows);
+        logits.reserve(size_t(std::min(rows, LOGIT_ROWS) + BLOCK) * width_logits);
+        for (Layer& l : layers) {
+            product(pool, normed.data(), width_in, rows, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+            product(pool, mixed.data(), width_q, rows, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
+            product(pool, normed.data(), width_in, rows, l.gate_up, amx,
+                    Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+            product(pool, hidden.data(), width_hidden, rows, l.down, amx,
+                    Into{residual.data(), width_x, true, l.down.bias});
+        }
+        for (int first = 0; first < rows; first += LOGIT_ROWS)
+            product(pool, normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, amx,
+                    Into{logits.data(), width_logits, false, head.bias});
+    }
+
+  private:
+    Act* layer_cache(int l) const { return static_cast<Act*>(cache->at) + layer_pages * l; }
+
+    static float entry(const void* from, int from_bf16, size_t i) {
+        return from_bf16 ? widen(static_cast<const bf16*>(from)[i]) : static_cast<const float*>(from)[i];
+    }
+
+    void embed(const void* from, int from_bf16) {
+        pool.run_many(spec.vocabulary, [&](int row, int) {
+            for (size_t i = size_t(row) * spec.hidden; i < size_t(row + 1) * spec.hidden; ++i)
+                embedding[i] = P::one(entry(from, from_bf16, i));
+        });
+    }
+
+    template <class Column>
+    void pack(Matrix<P>& m, int rows, int bias, const void* from, int from_bf16, Column column) {
+        if (bias) {
+            for (int i = 0; i < rows; ++i) m.bias[column(i)] = entry(from, from_bf16, i);
+            return;
+        }
+        pool.run_many(rows, [&](int i, int) {
+            for (int k = 0; k < m.k; ++k) m.set(column(i), k, P::one(entry(from, from_bf16, size_t(i) * m.k + k)));
+        });
+    }
+
+    // Room for `tokens` rows and the rows that a block may touch beyond them.
+    void reserve(int tokens) {
+        if (tokens <= capacity) return;
+        capacity = up(tokens, BLOCK);
+        const size_t rows = capacity + BLOCK;
+        residual.reserve(rows * width_x), fused.reserve(rows * width_fused);
+        normed.reserve(rows * width_in), mixed.reserve(rows * width_q), hidden.reserve(rows * width_hidden);
+    }
+
+    int query_group() const { return spec.heads / spec.kv_heads; }
+
+    void prepare(const Step& step) {
+        reserve(step.tokens);
+        const int group = query_group(), per_task = LIMIT / group;
+        queries.reserve((size_t(step.tokens) * spec.heads + LIMIT) * attention.width);
+        logits.reserve(size_t(std::min(step.logits, LOGIT_ROWS) + BLOCK) * width_logits);
+        member_of.resize(step.tokens);
+        tasks.clear();
+        for (int m = 0; m < step.members; ++m)
+            for (int i = 0; i < step.member_count[m]; ++i) member_of[step.member_start[m] + i] = m;
+        for (int g = 0; g < step.groups; ++g) {
+            const int end = step.group_start[g + 1] - 1;
+            const int first = step.member_start[step.group_start[g]];
+            const int last = step.member_start[end] + step.member_count[end];
+            for (int h = 0; h < spec.kv_heads; ++h)
+                for (int t = first; t < last; t += per_task)
+                    tasks.push_back({g, t, std::min(last, t + per_task), h});
+        }
+    }
+
+    void embed_tokens(const Step& step) {
+        pool.run_many(step.tokens, [&](int t, int) {
+            const Act* from = embedding + size_t(step.ids[t]) * spec.hidden;
+            float* to = &residual[size_t(t) * width_x];
+            for (int i = 0; i < spec.hidden; ++i) to[i] = P::get(from[i]);
+        });
+    }
+
+    void run_layer(const Step& step, Layer& l, Act* pages) {
+        const int n = step.tokens;
+        normalise(n, l.input_norm);
+        product(pool, normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+        rotate(step, l, pages);
+        attend(step, pages);
+        product(pool, mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
+        normalise(n, l.mlp_norm);
+        product(pool, normed.data(), width_in, n, l.gate_up, amx,
+                Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+        product(pool, hidden.data(), width_hidden, n, l.down, amx, Into{residual.data(), width_x, true, l.down.bias});
+    }
+
+    // RMS normalisation in float32 (arXiv 1910.07467).
+    void normalise_row(const float* x, const std::vector<float>& weight, Act* to) const {
+        vf squares = {};
+        int i = 0;
+        for (; i + VL <= spec.hidden; i += VL) squares += load(x + i) * load(x + i);
+        float total = sum(squares);
+        for (; i < spec.hidden; ++i) total += x[i] * x[i];
+        const float scale = 1.0f / std::sqrt(total / spec.hidden + spec.norm_eps);
+        for (i = 0; i + VL <= spec.hidden; i += VL) P::put(to + i, load(x + i) * scale * load(&weight[i]));
+        for (; i < spec.hidden; ++i) to[i] = P::one(x[i] * scale * weight[i]);
+    }
+
+    void normalise(int tokens, const std::vector<float>& weight) {
+        pool.run_many(tokens, [&](int t, int) {
+            normalise_row(&residual[size_t(t) * width_x], weight, &normed[size_t(t) * width_in]);
+        });
+    }
+
+    // Normalise (where the model does) and rotate one head in place, halves convention (arXiv 2104.09864).
+    void rotate_head(float* x, const std::vector<float>& weight, const float* cosine, const float* sine) const {
+        const int d = spec.head_dim, half = d / 2;
+        if (spec.qk_norm) {
+            float total = 0;
+            for (int i = 0; i < d; ++i) total += x[i] * x[i];
+            const float scale = 1.0f / std::sqrt(total / d + spec.norm_eps);
+            for (int i = 0; i < d; ++i) x[i] *= scale * weight[i];
+        }
+        int i = 0;
+        for (; i + VL <= half; i += VL) {
+            const vf left = load(x + i), right = load(x + i + half), c = load(cosine + i), s = load(sine + i);
+            store(x + i, left * c - right * s);
+            store(x + i + half, right * c + left * s);
+        }
+        for (; i < half; ++i) {
+            const float left = x[i], right = x[i + half];
+            x[i] = left * cosine[i] - right * sine[i];
+            x[i + half] = right * cosine[i] + left * sine[i];
+        }
+    }
+
+    static void put_scaled(const float* x, float scale, Act* to, int n) {
+        int i = 0;
+        for (; i + VL <= n; i += VL) P::put(to + i, load(x + i) * scale);
+        for (; i < n; ++i) to[i] = P::one(x[i] * scale);
+    }
+
+    void rotate(const Step& step, const Layer& l, Act* pages) {
+        const int d = spec.head_dim, half = d / 2, group = query_group();
+        const float scale = 1.0f / std::sqrt(float(d));
+        pool.run_many(step.tokens, [&](int t, int) {
+            const int m = member_of[t], i = t - step.member_start[m], place = step.own_before[m] + i;
+            const float* cosine = step.cosines + size_t(step.member_position[m] + i) * half;
+            const float* sine = step.sines + size_t(step.member_position[m] + i) * half;
+            float* x = &fused[size_t(t) * width_fused];
+            for (int h = 0; h < spec.heads; ++h, x += d) {
+                rotate_head(x, l.q_norm, cosine, sine);
+                put_scaled(x, scale, query(step, h / group, t, h % group), d);
+            }
+            if (!step.member_writes[m]) return;
+            const int page = step.own_table[step.member_row[m] * step.own_stride + place / PAGE];
+            for (int h = 0; h < spec.kv_heads; ++h, x += d) {
+                rotate_head(x, l.k_norm, cosine, sine);
+                attention.write(pages, page, h, place % PAGE, x, x + size_t(spec.kv_heads) * d, d);
+            }
+        });
+    }
+
+    // Queries are kept [kv_heads, tokens, query group, width]: the rows of a task follow each other.
+    Act* query(const Step& step, int head, int token, int within) {
+        return &queries[((size_t(head) * step.tokens + token) * query_group() + within) * attention.width];
+    }
+
+    void attend(const Step& step, const Act* pages) {
+        pool.run(int(tasks.size()), [&](int i, int worker) { attend_task(step, pages, tasks[i], scratch[worker]); });
+    }
+
+    void attend_task(const Step& step, const Act* pages, const Task& task, Scratch<P>& s) {
+        const int group = query_group(), d = spec.head_dim, begin = step.shared_start[task.group];
+        const int shared = step.shared_start[task.group + 1] - begin;
+#ifdef QUINTET_AMX
+        if (amx) tiles_for(16);
+#endif
+        const int rows = (task.last - task.first) * group;
+        attention.begin(s, rows);
+        if (shared)
+            attention.add(s, pages, task.head, query(step, task.head, task.first, 0), 0, rows,
+                          {step.shared_ids + begin, step.shared_counts + begin, shared, 0}, nullptr);
+        for (int t = task.first; t < task.last;) {
+            const int m = member_of[t], end = std::min(task.last, step.member_start[m] + step.member_count[m]);
+            if (step.member_writes[m]) attend_own(step, pages, task, s, m, t, end);
+            t = end;
+        }
+        for (int t = task.first; t < task.last; ++t)
+            for (int j = 0; j < group; ++j)
+                attention.finish(s, (t - task.first) * group + j,
+                                 &mixed[size_t(t) * width_q + (task.head * group + j) * d], d);
+    }
+
+    // Tokens [first, last) of member m over its own pages, each up to itself.
+    void attend_own(const Step& step, const Act* pages, const Task& task, Scratch<P>& s, int m, int first, int last) {
+        const int group = query_group(), rows = (last - first) * group;
+        const int before = step.own_before[m] - step.member_start[m];  // token t is own token before + t
+        const int visible = before + last;
+        for (int r = 0; r < rows; ++r) s.seen[r] = before + first + r / group + 1;
+        const Pages own{step.own_table + step.member_row[m] * step.own_stride, nullptr, up(visible, PAGE) / PAGE,
+                        visible};
+#ifdef QUINTET_AMX
+        if (amx) tiles_for(std::min(rows, 16));
+#endif
+        attention.add(s, pages, task.head, query(step, task.head, first, 0), (first - task.first) * group, rows, own,
+                      last - first > 1 ? s.seen : nullptr);
+    }
+
+    void finish(const Step& step, int first) {
+        const int rows = std::min(LOGIT_ROWS, step.logits - first);
+        pool.run_many(rows, [&](int r, int) {
+            const size_t token = step.logit_token[first + r];
+            normalise_row(&residual[token * width_x], norm, &normed[size_t(r) * width_in]);
+        });
+        product(pool, normed.data(), width_in, rows, head, amx, Into{logits.data(), width_logits, false, head.bias});
+        pool.run(step.samplers, [&](int i, int worker) {
+            const int row = step.sampler_logit[i] - first;
+            if (row >= 0 && row < rows)
+                samplers[worker].draw(&logits[size_t(row) * width_logits], step.draws[i], step.sampled + i,
+                                      step.logprobs + i);
+        });
+        if (!step.all_logits) return;
+        for (int r = 0; r < rows; ++r)
+            memcpy(step.all_logits + size_t(first + r) * spec.vocabulary, &logits[size_t(r) * width_logits],
+                   sizeof(float) * spec.vocabulary);
+    }
+
+    static float read_block(const float* p, int64_t n) {  // n: a multiple of 4 VL
+        vf s[4] = {};
+        for (int64_t i = 0; i < n; i += 4 * VL)
+            for (int j = 0; j < 4; ++j) s[j] += load(p + i + j * VL);
+        return sum(s[0] + s[1] + s[2] + s[3]);
+    }
+};

@@ -1,0 +1,142 @@
+// Vectors, bf16 and exp. One translation unit is compiled for the machine at hand (-march=native), so what the
+// processor has is known when this is compiled; only the kernel's permission to use AMX is asked for at run time.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int VL = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int VL = 8;
+#else
+#error "quintet's kernels need AVX2 and FMA"
+#endif
+#if defined(__AVX512BF16__)
+#define QUINTET_BF16 1
+#endif
+#if defined(QUINTET_BF16) && defined(__AMX_BF16__)
+#define QUINTET_AMX 1
+#endif
+
+constexpr int PANEL = 2 * VL;  // columns of a packed matrix that are computed together
+constexpr int PAGE = 32;       // tokens of a KV page
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+static inline vf load(const float* p) { return *reinterpret_cast<const vfu*>(p); }
+static inline void store(float* p, vf v) { *reinterpret_cast<vfu*>(p) = v; }
+static inline vf splat(float x) { return x - vf{}; }
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+static inline float sum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s = 0;
+    for (int i = 0; i < VL; ++i) s += v[i];
+    return s;
+#endif
+}
+
+static inline float largest(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < VL; ++i) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+// e^x for x <= 0 to 1 unit in the last place or two; 0 below -87. Range reduction by a magic addition, then the
+// polynomial of Cephes' expf.
+static inline vf vexp(vf x) {
+    const vf magic = splat(12582912.0f);
+    vf t = x * 1.44269504088896341f + magic;
+    vf n = t - magic;
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi bits = ((vi)t << 23) + (vi)p;
+    return x < splat(-87.0f) ? vf{} : (vf)bits;
+}
+
+typedef uint16_t bf16;
+
+static inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline bf16 narrow(float f) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// How numbers are kept between matrix products: Act, and DEPTH = what the inner size of a product is padded to.
+struct F32 {
+    typedef float Act;
+    static constexpr int DEPTH = VL;
+    static constexpr bool PAIRED = false;
+    static inline void put(float* p, vf v) { store(p, v); }
+    static inline float one(float x) { return x; }
+    static inline float get(float x) { return x; }
+};
+
+#ifdef QUINTET_BF16
+static inline __m512bh pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline __m512bh pair(const bf16* p) {
+    int32_t two;
+    memcpy(&two, p, 4);
+    return (__m512bh)_mm512_set1_epi32(two);
+}
+
+struct BF16 {
+    typedef bf16 Act;
+    static constexpr int DEPTH = 32;
+    static constexpr bool PAIRED = true;
+    static inline void put(bf16* p, vf v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+    }
+    static inline bf16 one(float x) { return narrow(x); }
+    static inline float get(bf16 x) { return widen(x); }
+};
+#endif
+
+static inline int up(int n, int to) { return (n + to - 1) / to * to; }
+
+#ifdef QUINTET_AMX
+// Tile shapes of a thread: registers 0-3 accumulate, 4-5 hold left rows, 6-7 hold the packed right side. `rows` is
+// how many left rows there are, 16 at most.
+struct __attribute__((packed)) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+    explicit TileConfig(int left_rows) {
+        for (int i = 0; i < 8; ++i) {
+            bytes[i] = 64;
+            rows[i] = uint8_t(i < 6 ? left_rows : 16);
+        }
+    }
+};
+static inline void tiles_for(int left_rows) {
+    TileConfig config(left_rows);
+    asm volatile("" : : "m"(config) : "memory");  // the intrinsic names 8 bytes of it only
+    _tile_loadconfig(&config);
+}
+#endif

@@ -1,0 +1,96 @@
+"""Building and choosing the C++ kernels: once per machine, never half, and said why where they cannot run."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from quintet.rollout.config import RolloutConfig
+from quintet.rollout.engine.build import choose_model
+from quintet.rollout.engine.members import Extra, Prompt, extra_step
+from quintet.rollout.engine.native.library import NativeUnavailable, load_library
+from quintet.rollout.engine.native.model import NativeModel
+from quintet.rollout.engine.slots import Slots
+from quintet.rollout.engine.spec import read_spec
+from quintet.types import QuintetError
+from tests.rollout.small_models import make_engine, make_model
+
+MODEL = make_model()
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A stand-in that takes half a second and hands out the real kernels; its calls are the lines of a file."""
+    real = load_library().path
+    calls = tmp_path / "calls"
+    calls.touch()
+    script = tmp_path / "c++"
+    script.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = --version ] && { echo stand-in; exit; }\n'
+        f"echo call >> {calls}\n"
+        "sleep 0.5\n"
+        'while [ "$1" != -o ]; do shift; done\n'
+        f'cp {real} "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return calls
+
+
+def test_the_kernels_are_built_once_however_many_ask_at_the_same_time(compiler, tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(load_library, [tmp_path / "cache"] * 3))
+    assert len({library.path for library in found}) == 1
+    load_library(tmp_path / "cache")
+    assert compiler.read_text() == "call\n"
+    left = sorted(path.suffix for path in (tmp_path / "cache").iterdir())
+    assert left == [".lock", ".so"]
+
+
+def test_a_failing_compiler_leaves_nothing_and_its_error_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(NativeUnavailable, match="false failed"):
+        load_library(tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_without_a_compiler_auto_takes_torch_and_says_so_and_native_is_refused(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.INFO, "quintet"):
+        engine = make_engine(MODEL)
+    assert engine.model.path.startswith("torch")
+    assert "no C++ compiler 'no-such-compiler'" in caplog.text
+    with pytest.raises(QuintetError, match=r"rollout\.kernels: native cannot run here: there is no C\+\+ compiler"):
+        make_engine(MODEL, kernels="native")
+
+
+def test_native_is_refused_off_the_cpu():
+    with pytest.raises(QuintetError, match=r"model\.device is meta"):
+        choose_model(read_spec(MODEL.config), RolloutConfig(kernels="native"), torch.device("meta"), torch.float32)
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_bf16_products_agree_with_float32_on_either_unit(amx):
+    library = load_library()
+    if not library.bf16 or (amx and not library.amx):
+        pytest.skip("not on this processor")
+    model, ids = make_model("llama-3-heads-per-kv"), torch.arange(2, 72)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        native = NativeModel(library, read_spec(model.config), dtype, pages=4, threads=2, amx=amx)
+        rounded = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+        native.load(rounded)
+        found[dtype] = native.logits(_prompt_step(ids.tolist()))
+    off = (found[torch.bfloat16] - found[torch.float32]).abs()
+    assert 0 < off.mean() < 0.1 * found[torch.float32].std()
+
+
+def _prompt_step(ids):
+    prompt = Prompt(1, 1, np.array(ids, dtype=np.int32), [], [1, 2, 3], 0)
+    extra = Extra(prompt, None, prompt.ids, 0, np.array([1, 2, 3], dtype=np.int32), 0, True, [])
+    return extra_step([extra], Slots(1, 96), every_logit=True)
