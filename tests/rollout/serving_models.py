@@ -104,7 +104,8 @@ def make_worker(model: PreTrainedModel, tokenizer: Tokenizer, **options: object)
         model.state_dict(),
         eos_ids=tokenizer.eos_ids,
         decode=tokenizer.decode,
-        config=RolloutConfig(**({"page_size": 8, "max_running": 64} | options)),
+        # the slower kernels: tests that interrupt an answer must meet it unfinished
+        config=RolloutConfig(**({"kernels": "torch", "max_running": 64} | options)),
         device=CPU,
         dtype=torch.float32,
     )
