@@ -52,6 +52,14 @@ class ZygotePool:
         self._names = count(1)
 
     async def create(self) -> str:
+        try:
+            return await self._create()
+        except SandboxFailure as error:
+            if not error.retryable:
+                raise
+            return await self._create()  # the interpreter had been ended by an earlier program; this is another
+
+    async def _create(self) -> str:
         zygote = await self._zygote()
         session = _Session(zygote, zygote.new_id(), asyncio.Lock())
         limits = _fork_limits(self._limits, session=True)

@@ -203,7 +203,8 @@ def test_a_cancelled_call_leaves_the_batch():
     assert run(scenario, eos_ids=()) < 4 * 300
 
 
-def test_close_fails_what_is_in_flight_and_refuses_what_comes_later():
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_close_fails_what_is_in_flight_and_refuses_what_comes_later(kernels):
     async def scenario(worker):
         call = asyncio.ensure_future(worker.generate([make_group("p", [4, 5])], SamplingParams(max_tokens=300), 0))
         while not (await worker.health_check()).running:
@@ -215,7 +216,7 @@ def test_close_fails_what_is_in_flight_and_refuses_what_comes_later():
             await worker.generate([make_group("p", [4, 5])], SamplingParams(), 0)
         return rollouts
 
-    rollout = run(scenario, eos_ids=())[0]
+    rollout = run(scenario, eos_ids=(), kernels=kernels)[0]
     assert rollout.finish_reason is FinishReason.FAILED
     assert rollout.failure.message == "the rollout worker was closed"
 

@@ -56,6 +56,13 @@ def test_a_lost_interpreter_is_our_fault_and_replaced(box: Box) -> None:
     assert not caught.value.retryable
 
 
+def test_a_session_begins_in_a_new_interpreter_where_the_old_one_is_gone(box: Box) -> None:
+    box.wait(box.sandbox.create())
+    os.kill(interpreter(box)._process.pid, signal.SIGKILL)
+    session = box.wait(box.sandbox.create())
+    assert box.run("x = 2", session=session, expressions=("x + 1",)).values[0].value == 3
+
+
 def test_a_program_that_the_host_kills_is_our_fault_in_a_jail() -> None:
     """It cannot have done it itself, and must not be given a 0 for it."""
     box = make_box("namespace", workers=1)

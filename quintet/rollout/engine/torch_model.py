@@ -53,6 +53,7 @@ class TorchModel:
     def bytes(self, pages: int) -> int:
         return self._weights.bytes + self._kv.numel() * self._kv.element_size()
 
+    @torch.inference_mode()  # as the cache was made
     def clear_pages(self, pages: np.ndarray) -> None:
         held = pages[pages < self._kv.shape[2]]
         self._kv[:, :, torch.from_numpy(held).to(self._device, torch.int64)] = 0.0
