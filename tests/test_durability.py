@@ -71,7 +71,7 @@ MOMENTS: list[tuple[str, str, int, str]] = [
     ("checkpoint before its rename", "quintet.controller.state:_seal", 2, "after"),
     ("checkpoint renamed, old ones not deleted", "quintet.controller.state:_prune", 3, "before"),
     ("final export", "quintet.models.export:_swap", 2, "before"),
-    ("summary of the finished run", "quintet.cluster.local:write_summary", 4, "before"),
+    ("summary of the finished run", "quintet.cluster.logbook:write_summary", 4, "before"),
 ]
 QUICK = ("generation later on", "after ASSIGNED", "between optimizer steps", "checkpoint half written", "final export")
 ETA_2 = MOMENTS[2:18:2] + MOMENTS[19:21]
