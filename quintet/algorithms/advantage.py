@@ -18,7 +18,8 @@ from torch import Tensor
 from quintet.algorithms import estimators
 from quintet.algorithms.correction import second_moment_mask
 from quintet.algorithms.kl import kl_estimate
-from quintet.algorithms.presets import Algorithm, Cell, load_custom
+from quintet.algorithms.plugins import load_custom
+from quintet.algorithms.presets import Algorithm, Cell
 from quintet.types import Experience, ExperienceBatch, GroupId, QuintetError
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from quintet.algorithms.aggregate import Counts, aggregate
 from quintet.algorithms.correction import correction_weights
 from quintet.algorithms.kl import kl_estimate
+from quintet.algorithms.plugins import load_custom
 from quintet.algorithms.policy_loss import POLICY_LOSSES, LossInput, LossTerms, bounded_log_ratio
-from quintet.algorithms.presets import Algorithm, Cell, load_custom
+from quintet.algorithms.presets import Algorithm, Cell
 from quintet.types import QuintetError
 
 __all__ = ["Counts", "Stats", "TokenBatch", "policy_objective", "token_losses"]

@@ -6,15 +6,15 @@ A row is advantage x policy loss x aggregation x KL x correction x filters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from quintet.algorithms.cells import COLUMNS, CellSpec, Param, Trait
 from quintet.algorithms.config import AlgorithmConfig
+from quintet.algorithms.plugins import import_named, load_custom
 from quintet.types import QuintetError
 
 CUSTOM_COLUMNS = ("advantage", "policy_loss")
@@ -292,7 +292,7 @@ def find_row(preset: str) -> Row | OfflineRow:
     place = offered.get(preset, preset)
     if ":" not in place:
         raise QuintetError(_unknown("algorithm.preset", preset, [*builtin, *offered]))
-    row = _import(place, "preset")
+    row = import_named(place, "preset")
     if not isinstance(row, Row | OfflineRow):
         raise QuintetError(f"algorithm.preset: {place!r} is a {type(row).__name__}, not a Row or OfflineRow")
     return row
@@ -322,29 +322,6 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     )
     _check_combination(algorithm)
     return algorithm
-
-
-def load_custom(name: str, column: str) -> Callable[..., Any]:
-    """Import `package.module:function`. Raises `QuintetError` naming the missing part."""
-    function = _import(name, column)
-    if not callable(function):
-        raise QuintetError(f"algorithm.{column}: {name!r} is a {type(function).__name__}, not a function")
-    return function
-
-
-def _import(name: str, column: str) -> Any:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise QuintetError(
-            f"algorithm.{column}: cannot import {module_name!r} of {name!r}: {error}\n"
-            "The module must be installed or lie in the working directory (PYTHONPATH)"
-        ) from error
-    if attribute not in vars(module):
-        what = "row" if column == "preset" else "function"
-        raise QuintetError(f"algorithm.{column}: {module_name!r} has no {what} {attribute!r}")
-    return vars(module)[attribute]
 
 
 def _traits(column: str, cell: Cell | None) -> frozenset[Trait]:

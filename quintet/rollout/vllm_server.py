@@ -75,7 +75,7 @@ class VllmServer:
             except ProcessLookupError:
                 break
             except subprocess.TimeoutExpired:
-                continue
+                continue  # the next signal is one that it cannot ignore
         self._process.wait()
         self._process = None
 
