@@ -105,7 +105,8 @@ def test_new_weights_reach_running_samples_and_leave_no_old_cache(worker, model,
     """A sample in flight goes on with the new version; afterwards greedy output is a fresh model's."""
     one = group("c", "Tell me a long story about a dog.")
     weights = nudged(model)
-    ref = MemoryStore().publish(weights, 1)
+    store = MemoryStore()  # a reference is good for as long as its store
+    ref = store.publish(weights, 1)
 
     async def both() -> tuple[list[Rollout], list[Rollout]]:
         running = asyncio.create_task(worker.generate([one], LONG, 0))
