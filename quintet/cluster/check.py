@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,7 +70,7 @@ class _Found:
     fits: bool = True  # weights and optimizer state fit into memory
 
 
-class Checks:
+class Checks(ABC):
     """What is looked at in every recipe; `say` hears of every line as soon as it is known."""
 
     def __init__(self, config: RunConfig, folder: Path, say: Callable[[Line], None]) -> None:
@@ -79,9 +80,9 @@ class Checks:
         self._say = say
         self._found = _Found()
 
+    @abstractmethod
     async def run(self) -> list[Line]:
         """All checks in order; the lines that were said."""
-        raise NotImplementedError
 
     def _attempt(self, about: str, check: Callable[[], None]) -> bool:
         try:
