@@ -136,6 +136,19 @@ except BlockingIOError:
     assert_sound(jail)
 
 
+def test_two_jails_do_not_share_users_and_so_not_their_number_of_processes(jail: Box) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("without root the kernel counts the processes of all programs together")
+    users = "import os\nprint(os.getuid())"
+    others = [make_box("namespace") for _ in range(2)]
+    try:
+        first = [int(box.run(users).stdout) for box in (jail, *others)]
+    finally:
+        for box in others:
+            box.close()
+    assert all(abs(a - b) > 20 for i, a in enumerate(first) for b in first[:i]), first
+
+
 def test_the_disk_cannot_be_filled(jail: Box) -> None:
     code = """
 import os

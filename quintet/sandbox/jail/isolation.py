@@ -24,7 +24,7 @@ from typing import Protocol
 from .seccomp import Filter
 
 SCRATCH = "/tmp"
-FIRST_UID, UIDS = 1_900_000_000, 1_000_000  # above what login.defs, containers and systemd hand out
+FIRST_UID, UIDS = 1_900_000_000, 200_000_000  # above what login.defs, containers and systemd hand out
 STACK_BYTES = 64 << 20
 SNAPSHOT_BYTES = 64 << 20  # a session's results may hold a snapshot of it
 OPEN_FILES = 256
@@ -131,7 +131,7 @@ class Jailed:
         self._idle_bytes = _address_space(self.proc)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._own_users = own_users
-        self._user = 0
+        self._user = int.from_bytes(os.urandom(4)) % UIDS  # two jails' users differ: the kernel counts their processes
         self._pids = os.open("self/ns/pid", os.O_RDONLY, dir_fd=self.proc)
         self._mounts = os.open("self/ns/mnt", os.O_RDONLY, dir_fd=self.proc)
         self._filters = {threads: Filter(threads=threads) for threads in (False, True)}
