@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from quintet.reward.errors import CallTimeout
 from quintet.reward.loading import FunctionSource
 from quintet.reward.math import verdict
-from quintet.reward.pool import ProcessSlot
 from quintet.reward.sample import Sample
+from quintet.reward.worker_process import Template, WorkerProcess
 
 LIMIT_S = 10.0
 
@@ -58,7 +58,7 @@ def ours(row: dict[str, Any]) -> Outcome:
     return Outcome(row, right, time.process_time() - start)
 
 
-def theirs(row: dict[str, Any], slot: ProcessSlot) -> Outcome:
+def theirs(row: dict[str, Any], slot: WorkerProcess) -> Outcome:
     try:
         reply = slot.call(0, [Sample("p", response_of(row), [], False, answer=row["gold"])], LIMIT_S)
     except CallTimeout:
@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = [json.loads(text) for text in options.file.read_text().splitlines() if text.strip()]
     found: dict[str, list[Outcome]] = {"quintet": [], "math-verify": []}
-    slot = ProcessSlot([FunctionSource("math_verify", f"{Path(__file__)}:math_verify")])
+    template = Template([FunctionSource("math_verify", f"{Path(__file__)}:math_verify")])
+    slot = WorkerProcess(template)
     try:
         for row in rows[:1] + rows:  # the first twice: imports do not count
             mine, other = ours(row), theirs(row, slot)
@@ -95,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
             found["math-verify"].append(other)
     finally:
         slot.close()
+        template.close()
     found = {name: outcomes[1:] for name, outcomes in found.items()}
     for name, outcomes in found.items():
         for outcome in (o for o in outcomes if o.missed and options.misses):

@@ -6,6 +6,7 @@
 math: GSM8K-style responses (some 100 words of working, the answer in a box, half of them wrong) in groups of eight,
 through the reward service as a run uses it, against math-verify called in a process pool of as many processes.
 code: a program that prints a sum, isolated, in the warm namespace sandbox, against one `bwrap` per program.
+slow: 64 samples of which every tenth sleeps past a limit of 5 s, against the same without: what it costs, in limits.
 
 The sides take turns; the medians of the rounds are compared. Both must give the expected verdicts, or it is an error.
 """
@@ -52,6 +53,18 @@ class Ratio(NamedTuple):
     def line(self) -> str:
         ratio = self.ours / self.theirs
         return f"RATIO {self.name} {ratio:.2f}x ours={self.ours:.0f}/s theirs={self.theirs:.0f}/s"
+
+
+class Cost(NamedTuple):
+    """What `sleeping` samples cost a step, in seconds."""
+
+    name: str
+    seconds: float
+    sleeping: int
+
+    def line(self) -> str:
+        limits = self.seconds / LIMIT_S
+        return f"COST {self.name} {limits:.2f} limits ({self.seconds:.2f} s) for {self.sleeping} samples that sleep"
 
 
 def compare(name: str, ours: Side, theirs: Side, rounds: int) -> Ratio:
@@ -222,12 +235,49 @@ def bench_code(samples: int, workers: int, rounds: int) -> Ratio:
     return ratio
 
 
-BENCHES = {"math": bench_math, "code": bench_code}
+# ---- slow ------------------------------------------------------------------------------------------
+
+LIMIT_S = 5.0
+
+
+def sleeps_on_request(solution_str: str, ground_truth: str) -> float:
+    if solution_str == "slow":
+        time.sleep(10 * LIMIT_S)
+    return 1.0
+
+
+def step_s(service: LocalRewardService, texts: list[str]) -> float:
+    rows = [Row("1", text, True) for text in texts]
+    start = time.perf_counter()
+    scores = asyncio.run(service.score(groups_of(rows)))
+    seconds = time.perf_counter() - start
+    wrong = sum((s.reward is None) != (t == "slow") for s, t in zip((s for g in scores for s in g), texts, strict=True))
+    if wrong:
+        raise QuintetError(f"{wrong} samples were graded wrongly")
+    return seconds
+
+
+def bench_slow(samples: int, workers: int, rounds: int) -> Cost:
+    """Every tenth of 64 samples; `samples` is for the others."""
+    config = {"functions": [{"fn": f"{__file__}:sleeps_on_request"}], "workers": workers, "timeout_s": LIMIT_S}
+    service = LocalRewardService(RewardConfig.model_validate(config | {"max_failure_frac": 1.0}))
+    try:
+        service.start()
+        turns = []
+        for _ in range(rounds):
+            usual = step_s(service, ["quick"] * 64)
+            turns.append(step_s(service, ["slow" if i % 10 == 9 else "quick" for i in range(64)]) - usual)
+    finally:
+        service.close()
+    return Cost("slow_grader", statistics.median(turns), sum(i % 10 == 9 for i in range(64)))
+
+
+BENCHES = {"math": bench_math, "code": bench_code, "slow": bench_slow}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Verdicts a second against the obvious alternatives.")
-    parser.add_argument("--only", choices=BENCHES, help="one of them; both if absent")
+    parser.add_argument("--only", choices=BENCHES, help="one of them; all if absent")
     parser.add_argument("--samples", type=int, default=2000, help="per round; the slow side takes a tenth of them")
     parser.add_argument("--workers", type=int, default=2, help="processes on either side")
     parser.add_argument("--rounds", type=int, default=3)

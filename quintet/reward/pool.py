@@ -5,52 +5,35 @@ worker started at once, so that one hung call costs its own limit and nothing el
 thread instead, which goes on burning its core: it exists for functions that no other process can load.
 
 Calls that hang do not hold up those behind them: while a slot is stuck and others wait, spare processes take its
-place. Stuck is a call that has slept through a tenth of its limit, or has computed through half of it: a grader that
-is merely busy gets no more processes than there are workers, or it would be slowed down into its limit.
+place. Stuck is a call that has slept for a quarter of a second (or a tenth of its limit, if that is less), or has
+computed through half of its limit: a grader that is merely busy gets no more processes than there are workers, or it
+would be slowed down into its limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
-from quintet.reward.calling import GradingFunction, Signature
-from quintet.reward.errors import CallTimeout, WorkerDied
-from quintet.reward.loading import FunctionSource
-from quintet.reward.pool_worker import Call, Ready, Reply, answer
+from quintet.reward.calling import GradingFunction
+from quintet.reward.errors import CallTimeout
+from quintet.reward.pool_worker import Call, Reply, answer
 from quintet.reward.sample import Sample
-from quintet.types import QuintetError
+from quintet.reward.worker_process import Activity, Template, WorkerProcess
 
-IMPORT_LIMIT_S = 120.0  # for a worker to start and to import the user's modules
 MAX_SPARES = 64
-SPARES_PER_STUCK = 2  # where one hangs others will: they start together, not one after the other
-STUCK_ASLEEP, STUCK_BUSY = 0.1, 0.5  # shares of the limit
+SPARES_PER_STUCK = 4  # where one hangs others will: they start together, not one after the other
+STUCK_ASLEEP_S, STUCK_ASLEEP, STUCK_BUSY = 0.25, 0.1, 0.5  # the latter two are shares of the limit
 _BUSY = 0.2  # share of its time for which a process computes
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Activity:
-    """`runnable`: computing, or kept from it by a busy machine; otherwise it sleeps."""
-
-    cpu_s: float
-    runnable: bool
 
 
 class Slot(Protocol):
@@ -67,118 +50,6 @@ class Slot(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class ProcessSlot:
-    """One worker process at a time; `start` returns before it is ready."""
-
-    def __init__(self, sources: Sequence[FunctionSource]) -> None:
-        self._sources = list(sources)
-        self._closed = False
-        self._lock = threading.Lock()  # close() comes from another thread than call()
-        self.start()
-
-    def start(self) -> None:
-        """A bare interpreter with this one's import path, in a process group of its own (so Ctrl-C is ours alone)."""
-        ours, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from quintet.reward.pool_worker import main\nmain({theirs.fileno()}, {lifeline})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=(theirs.fileno(), lifeline),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(lifeline)
-        self._connection: Connection = ours
-        self._ready = False
-        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_ready` says so
-            ours.send(self._sources)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def activity(self) -> Activity | None:
-        """Read from /proc, so that it is not known outside Linux."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return Activity((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R")
-
-    def wait_ready(self) -> list[Signature]:
-        """Signatures of the sources. Raises QuintetError with the worker's own error when one does not load."""
-        try:
-            if not self._connection.poll(IMPORT_LIMIT_S):
-                raise QuintetError(f"a reward worker took more than {IMPORT_LIMIT_S:.0f} s to import {self._names()}")
-            ready: Ready = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise QuintetError(
-                f"a reward worker ended ({self._exit()}) while importing {self._names()}; its error is printed above"
-            ) from error
-        if ready.refused is not None:
-            raise QuintetError(ready.refused)
-        self._ready = True
-        return ready.signatures
-
-    def prepare(self) -> None:
-        if not self._ready:
-            self.wait_ready()
-
-    def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
-        self.prepare()
-        try:
-            self._connection.send(Call(function, samples))
-            if not self._connection.poll(limit_s):
-                self._replace()
-                raise CallTimeout(f"did not return within {limit_s:g} s; its worker was killed")
-            reply: Reply = self._connection.recv()
-        except (EOFError, OSError) as error:
-            exit_status = self._exit()
-            self._replace()
-            raise WorkerDied(f"its worker ended in the middle of a call ({exit_status})") from error
-        return reply
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._kill()
-
-    def _replace(self) -> None:
-        with self._lock:
-            self._kill()
-            if not self._closed:
-                self.start()
-
-    def _kill(self) -> None:
-        """The whole process group: what the function started ends with it."""
-        if self._lifeline < 0:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
-        os.close(self._lifeline)
-        self._lifeline = -1
-
-    def _exit(self) -> str:
-        try:
-            code = self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            return "connection closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-    def _names(self) -> str:
-        return ", ".join(f"`{source.name}`" for source in self._sources)
 
 
 class ThreadSlot:
@@ -233,19 +104,19 @@ class _Running:
         elapsed = time.monotonic() - self.since
         now = slot.activity()
         busy = now is None or self.before is None or now.runnable or now.cpu_s - self.before.cpu_s > _BUSY * elapsed
-        return elapsed > self.limit_s * (STUCK_BUSY if busy else STUCK_ASLEEP)
+        return elapsed > (self.limit_s * STUCK_BUSY if busy else _asleep_s(self.limit_s))
 
 
 class SlotPool:
     """Gives each call the next free slot, without ever blocking the event loop.
 
-    `spare` makes a further slot where stuck ones hold up the queue; None: there are none. Spares end when they are not
-    needed any more.
+    Further workers of the `template` take over where stuck slots hold up the queue (without one nothing does), and end
+    when they are not needed any more. It is closed with the pool.
     """
 
-    def __init__(self, slots: Sequence[Slot], spare: Callable[[], Slot] | None = None) -> None:
+    def __init__(self, slots: Sequence[Slot], template: Template | None = None) -> None:
         self.slots = list(slots)
-        self._spare = spare
+        self._template = template
         self._spares: set[Slot] = set()
         self._starting = 0
         self._waiting = 0
@@ -255,7 +126,7 @@ class SlotPool:
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
-        threads = len(self.slots) + (0 if spare is None else MAX_SPARES)
+        threads = len(self.slots) + (0 if template is None else MAX_SPARES)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="reward-pool")
 
     async def call(self, function: int, samples: list[Sample], limit_s: float) -> Reply:
@@ -272,14 +143,14 @@ class SlotPool:
         try:
             slot.prepare()  # its start is not the call's time: it would look stuck
             with self._lock:
-                self._running[slot] = _Running(time.monotonic(), limit_s, slot.activity() if self._spare else None)
+                self._running[slot] = _Running(time.monotonic(), limit_s, slot.activity() if self._template else None)
             return slot.call(function, samples, limit_s)
         finally:
             self._give_back(slot)
 
     def _take(self, limit_s: float) -> Slot:
         """The next free slot, or a spare one. Blocks."""
-        patience_s = None if self._spare is None else limit_s * STUCK_ASLEEP / 2
+        patience_s = None if self._template is None else _asleep_s(limit_s) / 4
         with self._lock:
             self._waiting += 1
         try:
@@ -299,10 +170,10 @@ class SlotPool:
             running = list(self._running.items())
             spares = len(self._spares) + self._starting
             stuck = sum(call.stuck(slot) for slot, call in running)
-            if self._spare is None or self._closed or spares >= min(SPARES_PER_STUCK * stuck, MAX_SPARES):
+            if self._template is None or self._closed or spares >= min(SPARES_PER_STUCK * stuck, MAX_SPARES):
                 return None
             self._starting += 1
-        slot = self._spare()
+        slot = WorkerProcess(self._template)
         with self._lock:
             self._starting -= 1
             self._spares.add(slot)
@@ -328,3 +199,9 @@ class SlotPool:
             slots = [*self.slots, *self._spares]
         for slot in slots:
             slot.close()
+        if self._template is not None:
+            self._template.close()
+
+
+def _asleep_s(limit_s: float) -> float:
+    return min(STUCK_ASLEEP_S, STUCK_ASLEEP * limit_s)

@@ -26,9 +26,10 @@ from quintet.reward.failures import FailureWindow, Timings
 from quintet.reward.loading import ASYNC_GRADERS, FunctionSource, check_rule_args, make_async_grader
 from quintet.reward.mixture import Fault, Outcome, Term, combine_group, first_fault, required
 from quintet.reward.model import MODEL, check_model_args
-from quintet.reward.pool import ProcessSlot, SlotPool, ThreadSlot
+from quintet.reward.pool import SlotPool, ThreadSlot
 from quintet.reward.rules import BATCHED, RULES, reference_fault
 from quintet.reward.sample import Sample, Verdict, rollout_failure, sample_of
+from quintet.reward.worker_process import Template, WorkerProcess
 from quintet.types import FailureKind, Group, Prompt, QuintetError, Score
 
 log = logging.getLogger(__name__)
@@ -180,10 +181,11 @@ class LocalRewardService:
 
     def _start_processes(self, parts: list[_Part]) -> None:
         sources = [part.source for part in parts if part.source is not None]
-        slots = [ProcessSlot(sources) for _ in range(self._config.workers)]
-        self._place(parts, SlotPool(slots, lambda: ProcessSlot(sources)))
+        template = Template(sources)
+        slots = [WorkerProcess(template) for _ in range(self._config.workers)]
+        self._place(parts, SlotPool(slots, template))
         try:
-            found = [slot.wait_ready() for slot in slots]
+            found = [slot.signatures() for slot in slots]
         except QuintetError:
             self.close()
             raise

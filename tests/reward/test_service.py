@@ -20,9 +20,10 @@ from quintet.reward import RewardError, load_function
 from quintet.reward.config import RewardConfig
 from quintet.reward.errors import CallTimeout
 from quintet.reward.loading import FunctionSource
-from quintet.reward.pool import ProcessSlot, SlotPool
+from quintet.reward.pool import SlotPool
 from quintet.reward.sample import Sample, Verdict
 from quintet.reward.service import LocalRewardService
+from quintet.reward.worker_process import Template, WorkerProcess
 from quintet.types import Failure, FailureKind, FinishReason, Group, GroupId, Prompt, QuintetError, Rollout, Score
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
@@ -323,8 +324,11 @@ def wait_until(condition: Any, seconds: float = 20.0) -> bool:
 
 def test_hung_calls_give_their_workers_back_and_take_their_children_with_them(tmp_path: Path) -> None:
     # REW02, REW14: hangs inside one C call; the worker is killed with its children, and replaced
-    slots = [ProcessSlot([FunctionSource("verl_hang", spec("verl_hang"))]) for _ in range(2)]
-    pool = SlotPool(slots)
+    template = Template([FunctionSource("verl_hang", spec("verl_hang"))])
+    slots = [WorkerProcess(template) for _ in range(2)]
+    pool = SlotPool(slots, template)
+    for slot in slots:
+        slot.prepare()
     before = [slot.pid for slot in slots]
     samples = [Sample("p", "hang", [], False, answer=str(tmp_path / f"pid{i}")) for i in range(3)]
     samples += [Sample("p", "fine", [], False, answer="7")] * 4
@@ -337,13 +341,15 @@ def test_hung_calls_give_their_workers_back_and_take_their_children_with_them(tm
         results = asyncio.run(main())
         assert [type(result) for result in results[:3]] == [CallTimeout] * 3
         assert [reply.verdicts for reply in results[3:]] == [[Verdict(1.0)]] * 4
-        assert [slot.alive for slot in slots] == [True, True]
-        assert {slot.pid for slot in slots}.isdisjoint(before)
+        after = [slot.pid for slot in slots]
+        assert all(pid is not None and pid_alive(pid) for pid in after)
+        assert set(after).isdisjoint(before)
         children = [int((tmp_path / f"pid{i}").read_text()) for i in range(3)]
         assert wait_until(lambda: not any(map(pid_alive, children)))
     finally:
         pool.close()
-    assert [slot.alive for slot in slots] == [False, False]
+    assert [slot.pid for slot in slots] == [None, None]
+    assert not any(map(pid_alive, filter(None, [*before, *after])))
 
 
 def test_samples_run_in_parallel_and_the_event_loop_goes_on(tmp_path: Path) -> None:
@@ -372,12 +378,12 @@ def test_workers_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import sys, time\n"
-        "from quintet.reward.pool import ProcessSlot\n"
+        "from quintet.reward.worker_process import Template, WorkerProcess\n"
         "from quintet.reward.loading import FunctionSource\n"
         "from quintet.reward.sample import Sample\n"
         "import threading\n"
-        f"slot = ProcessSlot([FunctionSource('verl_hang', {spec('verl_hang')!r})])\n"
-        "slot.wait_ready()\n"
+        f"slot = WorkerProcess(Template([FunctionSource('verl_hang', {spec('verl_hang')!r})]))\n"
+        "slot.prepare()\n"
         f"sample = Sample('p', 'hang', [], False, answer={str(tmp_path / 'child')!r})\n"
         "threading.Thread(target=slot.call, args=(0, [sample], 1000.0), daemon=True).start()\n"
         "print(slot.pid, flush=True)\n"

@@ -12,8 +12,8 @@ import threading
 
 from quintet.reward.errors import CallTimeout, FunctionFailed, WorkerDied
 from quintet.reward.loading import FunctionSource
-from quintet.reward.pool import ProcessSlot
 from quintet.reward.sample import Sample
+from quintet.reward.worker_process import Template, WorkerProcess
 
 MAX_CHARS = 400
 _OPERATOR = re.compile(r"\\(?:sum|prod|i?i?int|oint|lim)(?![a-zA-Z])")
@@ -33,13 +33,15 @@ class SecondOpinion:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._slot: ProcessSlot | None = None
+        self._template: Template | None = None
 
     def __call__(self, gold: str, answer: str) -> bool:
         """Raises FunctionFailed when the process itself is broken; a question that takes too long is answered no."""
         with self._lock:
-            if self._slot is None:
-                self._slot = ProcessSlot([FunctionSource("math_verify", "quintet.reward.math_answer.asked:compare")])
+            if self._template is None:
+                source = FunctionSource("math_verify", "quintet.reward.math_answer.asked:compare")
+                self._template = Template([source])
+                self._slot = WorkerProcess(self._template)
             try:
                 reply = self._slot.call(0, [Sample("", answer, [], False, answer=gold)], self._limit_s)
             except (CallTimeout, WorkerDied):  # too slow, or beyond its memory
@@ -50,6 +52,7 @@ class SecondOpinion:
 
     def close(self) -> None:
         with self._lock:
-            if self._slot is not None:
+            if self._template is not None:
                 self._slot.close()
-                self._slot = None
+                self._template.close()
+                self._template = None
