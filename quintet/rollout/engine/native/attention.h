@@ -10,6 +10,26 @@ constexpr int LIMIT = 64;           // query rows of a task
 constexpr int SPAN = 8;             // pages scored at once
 constexpr int COLUMNS = SPAN * PAGE;
 
+// Pages to come, fetched line by line between the products of those at hand: the processor's own prefetching does not
+// follow a list of pages, and waiting for them took as long as computing.
+struct Fetch {
+    const char* cache = nullptr;
+    const int32_t* ids = nullptr;
+    size_t stride = 0;  // bytes from page to page
+    int pages = 0, lines = 0, page = 0, line = 0;
+
+    void next(int count) {
+        while (count > 0 && page < pages) {
+            const char* at = cache + ids[page] * stride + size_t(line) * 64;
+            const int now = std::min(count, lines - line);
+            for (int i = 0; i < now; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+            count -= now, line += now;
+            if (line == lines) ++page, line = 0;
+        }
+    }
+    void rest() { next((pages - page) * lines); }
+};
+
 template <class P>
 struct Scratch {
     typename P::Act chance[LIMIT * COLUMNS] __attribute__((aligned(64)));
@@ -18,6 +38,7 @@ struct Scratch {
     int seen[LIMIT];
     std::vector<float> out;    // [LIMIT, width]
     std::vector<float> mixed;  // [BLOCK, width]
+    Fetch fetch;
 };
 
 // A list of pages of which page i shows counts[i] tokens, or (counts null) `tokens` consecutive ones in all.
@@ -36,18 +57,23 @@ struct Attention {
     bool amx;
 
     size_t page_size() const { return size_t(2) * PAGE * width; }  // of one KV head
+    int lines() const { return int(page_size() * sizeof(Act) / 64); }
+    bool few(int rows) const { return P::PAIRED && amx && rows <= 16; }  // take the tile products for few rows
     const Act* keys(const Act* layer, int page, int head) const {
         return layer + (size_t(page) * kv_heads + head) * page_size();
+    }
+
+    Fetch fetch(const Act* layer, int head, const int32_t* ids, int n) const {
+        return {reinterpret_cast<const char*>(keys(layer, 0, head)), ids, size_t(lines()) * 64 * kv_heads, n, lines()};
     }
 
     // Key and value of one token into its page, both as packed matrices (see Matrix::set).
     void write(Act* layer, int page, int head, int offset, const float* k, const float* v, int head_dim) const {
         Act* to = layer + (size_t(page) * kv_heads + head) * page_size();
         Act* values = to + size_t(PAGE) * width;
-        if (P::PAIRED) {
-            to += offset / 16 * 512 + offset % 16 * 2, values += offset / 2 * 32 + offset % 2;
-            for (int d = 0; d < head_dim; ++d) to[d / 32 * 1024 + d % 32 / 2 * 32 + d % 2] = P::one(k[d]);
-            for (int d = 0; d < head_dim; ++d) values[d / 16 * 512 + d % 16 * 2] = P::one(v[d]);
+        if constexpr (P::PAIRED) {
+            to += offset / 16 * 512 + offset % 16 * 2, values += offset / 2 * 32;
+            for (int d = 0; d < head_dim; d += 16) write_16(to, values, d, offset % 2, k, v, std::min(16, head_dim - d));
         } else {
             to += size_t(offset / PANEL) * PANEL * width + offset % PANEL, values += offset * PANEL;
             for (int d = 0; d < head_dim; ++d) to[d * PANEL] = P::one(k[d]);
@@ -69,12 +95,13 @@ struct Attention {
             const Act* at[SPAN];
             for (int i = 0; i < n; ++i) at[i] = keys(layer, pages.ids[start + i], head);
             const int last = pages.shown(start + n - 1);
+            const int share = n * lines() / (few(rows) ? 3 : 1) / rows + 1;  // of as many pages to come
             for (int r = 0; r < rows; r += BLOCK)
                 scores(s, q + size_t(r) * width, r, std::min(BLOCK, rows - r), at, n, last);
             for (int i = 0; i < n; ++i) hide(s, rows, i * PAGE + pages.shown(start + i), (i + 1) * PAGE);
             if (seen)
                 for (int r = 0; r < rows; ++r) hide_row(s, r, std::max(0, seen[r] - start * PAGE), n * PAGE);
-            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE);
+            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE), s.fetch.next(share);
             for (int r = 0; r < rows; r += BLOCK) mix(s, r, first + r, std::min(BLOCK, rows - r), at, n, last);
         }
     }
@@ -88,11 +115,25 @@ struct Attention {
     }
 
   private:
+    // Entries [d, d + n) of a key and a value: the key's by pairs in a column, the value's beside its neighbour's.
+    static void write_16(Act* to, Act* values, int d, int odd, const float* k, const float* v, int n) {
+        Act key[16] = {}, value[16] = {};
+        if (n == 16) P::put(key, load(k + d)), P::put(value, load(v + d));
+        for (int i = 0; i < n && n < 16; ++i) key[i] = P::one(k[d + i]), value[i] = P::one(v[d + i]);
+        to += d / 32 * 1024 + d % 32 * 16, values += d * 32;
+        for (int i = 0; i < 16; i += 2) memcpy(to + i * 16, key + i, 4);
+        uint32_t both[16];
+        memcpy(both, values, 64);
+        for (int i = 0; i < 16; ++i) both[i] = odd ? (both[i] & 0xffff) | uint32_t(value[i]) << 16
+                                                   : (both[i] & 0xffff0000) | value[i];
+        memcpy(values, both, 64);
+    }
+
     // `last`: tokens that the last page shows.
     void scores(Scratch<P>& s, const Act* q, int row, int rows, const Act* const* at, int n, int last) const {
 #ifdef QUINTET_AMX
         if constexpr (P::PAIRED)
-            if (amx && rows <= 16) return few_scores(q, width, at, n, last, s.score + row * COLUMNS);
+            if (few(rows)) return few_scores(q, at, n, last, s.score + row * COLUMNS, s.fetch);
 #endif
         for (int i = 0; i < n; ++i)
             for (int c = 0; c < PAGE; c += PANEL) {
@@ -141,9 +182,9 @@ struct Attention {
     void products(Scratch<P>& s, const Act* chance, int rows, const Act* const* at, int n, int last) const {
 #ifdef QUINTET_AMX
         if constexpr (P::PAIRED)
-            if (amx && rows <= 16) {
+            if (few(rows)) {
                 const bool partial = last <= 16 && rows <= 4;  // then half of the page need not be read
-                few_products(chance, width, at, n - partial, s.mixed.data());
+                few_products(chance, at, n - partial, s.mixed.data(), s.fetch);
                 if (partial) tail(chance + (n - 1) * PAGE, rows, at[n - 1] + size_t(PAGE) * width, last, s.mixed.data());
                 return;
             }
@@ -157,11 +198,12 @@ struct Attention {
 
 #ifdef QUINTET_AMX
     // Few rows: what takes time is the latency of a chain of tile products, so four chains run side by side.
-    static void few_scores(const bf16* q, int width, const bf16* const* at, int n, int last, float* score) {
+    void few_scores(const bf16* q, const bf16* const* at, int n, int last, float* score, Fetch& fetch) const {
         asm volatile("" : : : "memory");
         for (int i = 0; i < n; i += 2, score += 2 * PAGE) {
             const bf16 *one = at[i], *two = at[std::min(i + 1, n - 1)];
             const bool both = i + 1 < n, half = i + 2 >= n && last <= 16;  // the last page's second half is not seen
+            fetch.next(2 * lines() / 3);
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
@@ -213,7 +255,7 @@ struct Attention {
         }
     }
 
-    static void few_products(const bf16* chance, int width, const bf16* const* at, int n, float* out) {
+    void few_products(const bf16* chance, const bf16* const* at, int n, float* out, Fetch& fetch) const {
         asm volatile("" : : : "memory");
         for (int d = 0; d < width; d += 64) {
             const int far = d + 32 < width ? 1024 : 0;  // the second panel, where there is one
@@ -223,6 +265,7 @@ struct Attention {
             _tile_zero(3);
             for (int i = 0; i < n; ++i) {
                 const bf16* b = at[i] + size_t(PAGE) * width + size_t(d) * PAGE;
+                fetch.next(lines() * 64 / width / 3);
                 _tile_loadd(4, chance + i * PAGE, COLUMNS * 2);
                 _tile_loadd(6, b, 64);
                 _tile_dpbf16ps(0, 4, 6);

@@ -243,8 +243,8 @@ class Model : public Decoder {
         const int n = step.tokens;
         normalise(n, l.input_norm);
         product(pool, normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
-        rotate(step, l, pages);
-        attend(step, pages);
+        rotate_runs(step, l, pages);
+        attend(step, l, pages);
         product(pool, mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
         normalise(n, l.mlp_norm);
         product(pool, normed.data(), width_in, n, l.gate_up, amx,
@@ -298,25 +298,41 @@ class Model : public Decoder {
         for (; i < n; ++i) to[i] = P::one(x[i] * scale);
     }
 
-    void rotate(const Step& step, const Layer& l, Act* pages) {
-        const int d = spec.head_dim, half = d / 2, group = query_group();
-        const float scale = 1.0f / std::sqrt(float(d));
+    // Members of several tokens, before any of them is attended to; others when their task comes to them.
+    void rotate_runs(const Step& step, const Layer& l, Act* pages) {
+        if (step.tokens == step.members) return;
         pool.run_many(step.tokens, [&](int t, int) {
-            const int m = member_of[t], i = t - step.member_start[m], place = step.own_before[m] + i;
-            const float* cosine = step.cosines + size_t(step.member_position[m] + i) * half;
-            const float* sine = step.sines + size_t(step.member_position[m] + i) * half;
-            float* x = &fused[size_t(t) * width_fused];
-            for (int h = 0; h < spec.heads; ++h, x += d) {
-                rotate_head(x, l.q_norm, cosine, sine);
-                put_scaled(x, scale, query(step, h / group, t, h % group), d);
-            }
-            if (!step.member_writes[m]) return;
-            const int page = step.own_table[step.member_row[m] * step.own_stride + place / PAGE];
-            for (int h = 0; h < spec.kv_heads; ++h, x += d) {
-                rotate_head(x, l.k_norm, cosine, sine);
-                attention.write(pages, page, h, place % PAGE, x, x + size_t(spec.kv_heads) * d, d);
-            }
+            if (step.member_count[member_of[t]] == 1) return;
+            for (int h = 0; h < spec.kv_heads; ++h) rotate_queries(step, l, t, h), write_key(step, l, pages, t, h);
         });
+    }
+
+    size_t angles(const Step& step, int t) const {
+        const int m = member_of[t];
+        return size_t(step.member_position[m] + t - step.member_start[m]) * (spec.head_dim / 2);
+    }
+
+    // The queries of one KV head.
+    void rotate_queries(const Step& step, const Layer& l, int t, int head) {
+        const int d = spec.head_dim, group = query_group();
+        const size_t at = angles(step, t);
+        const float scale = 1.0f / std::sqrt(float(d));
+        float* x = &fused[size_t(t) * width_fused + head * group * d];
+        for (int j = 0; j < group; ++j, x += d) {
+            rotate_head(x, l.q_norm, step.cosines + at, step.sines + at);
+            put_scaled(x, scale, query(step, head, t, j), d);
+        }
+    }
+
+    // Key and value of one KV head into the token's page.
+    void write_key(const Step& step, const Layer& l, Act* pages, int t, int head) {
+        const int d = spec.head_dim, m = member_of[t], place = step.own_before[m] + t - step.member_start[m];
+        if (!step.member_writes[m]) return;
+        const size_t at = angles(step, t);
+        const int page = step.own_table[step.member_row[m] * step.own_stride + place / PAGE];
+        float* key = &fused[size_t(t) * width_fused + (spec.heads + head) * d];
+        rotate_head(key, l.k_norm, step.cosines + at, step.sines + at);
+        attention.write(pages, page, head, place % PAGE, key, key + size_t(spec.kv_heads) * d, d);
     }
 
     // Queries are kept [kv_heads, tokens, query group, width]: the rows of a task follow each other.
@@ -324,23 +340,29 @@ class Model : public Decoder {
         return &queries[((size_t(head) * step.tokens + token) * query_group() + within) * attention.width];
     }
 
-    void attend(const Step& step, const Act* pages) {
-        pool.run(int(tasks.size()), [&](int i, int worker) { attend_task(step, pages, tasks[i], scratch[worker]); });
+    void attend(const Step& step, const Layer& l, Act* pages) {
+        pool.run(int(tasks.size()), [&](int i, int worker) { attend_task(step, l, pages, tasks[i], scratch[worker]); });
     }
 
-    void attend_task(const Step& step, const Act* pages, const Task& task, Scratch<P>& s) {
+    void attend_task(const Step& step, const Layer& l, Act* pages, const Task& task, Scratch<P>& s) {
         const int group = query_group(), d = spec.head_dim, begin = step.shared_start[task.group];
         const int shared = step.shared_start[task.group + 1] - begin;
 #ifdef QUINTET_AMX
         if (amx) tiles_for(16);
 #endif
         const int rows = (task.last - task.first) * group;
+        fetch_own(step, pages, task, s, task.first);
+        for (int t = task.first; t < task.last; ++t)
+            if (step.member_count[member_of[t]] == 1) rotate_queries(step, l, t, task.head);
         attention.begin(s, rows);
         if (shared)
             attention.add(s, pages, task.head, query(step, task.head, task.first, 0), 0, rows,
                           {step.shared_ids + begin, step.shared_counts + begin, shared, 0}, nullptr);
         for (int t = task.first; t < task.last;) {
             const int m = member_of[t], end = std::min(task.last, step.member_start[m] + step.member_count[m]);
+            s.fetch.rest();
+            fetch_own(step, pages, task, s, end);
+            if (step.member_count[m] == 1) write_key(step, l, pages, t, task.head);
             if (step.member_writes[m]) attend_own(step, pages, task, s, m, t, end);
             t = end;
         }
@@ -348,6 +370,15 @@ class Model : public Decoder {
             for (int j = 0; j < group; ++j)
                 attention.finish(s, (t - task.first) * group + j,
                                  &mixed[size_t(t) * width_q + (task.head * group + j) * d], d);
+    }
+
+    // Begin to fetch the own pages of the member that token t of the task belongs to.
+    void fetch_own(const Step& step, const Act* pages, const Task& task, Scratch<P>& s, int t) {
+        s.fetch = {};
+        if (t >= task.last || !step.member_writes[member_of[t]]) return;
+        const int m = member_of[t], visible = step.own_before[m] + t - step.member_start[m] + 1;
+        s.fetch = attention.fetch(pages, task.head, step.own_table + step.member_row[m] * step.own_stride,
+                                  up(visible, PAGE) / PAGE);
     }
 
     // Tokens [first, last) of member m over its own pages, each up to itself.
