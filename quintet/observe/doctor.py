@@ -20,6 +20,11 @@ Level = Literal["problem", "warning", "note"]
 
 RECENT = 10  # steps that a rule about "now" looks at
 SURE = 5  # steps from which on a share below 1 counts
+_FASTER_REWARDS = {  # what makes these reward functions faster; all others run in reward.workers
+    "raise the `workers` of the sandbox": {"code"},
+    "give the reward model more `batch_tokens` or a server of its own": {"model"},
+    "raise the concurrency of the served model or judge": {"remote_model", "judge"},
+}
 _ORDER: dict[Level, int] = {"problem": 0, "warning": 1, "note": 2}
 
 
@@ -270,7 +275,12 @@ def slow_reward(rows: Rows, config: Config) -> Finding | None:
     if len(rows) < SURE or spent <= 0.2 * whole:
         return None
     text = f"{spent / whole:.0%} of the time went into waiting for rewards ({spent / len(rows):.2g} s a step)."
-    return Finding("slow-reward", "warning", text, "Raise reward.workers, or algorithm.max_staleness to overlap it.")
+    kinds = {str(function.get("fn")) for function in config.get("reward", {}).get("functions", [])}
+    mends = [mend for mend, of in _FASTER_REWARDS.items() if kinds & of]
+    if kinds - set().union(*_FASTER_REWARDS.values()):
+        mends.insert(0, "raise reward.workers")
+    mend = ", ".join([*mends, "raise algorithm.max_staleness to overlap it"])
+    return Finding("slow-reward", "warning", text, f"Of these what fits: {mend}.")
 
 
 Rule = Callable[[Rows, Config], Finding | None]

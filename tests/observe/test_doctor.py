@@ -134,3 +134,13 @@ def test_a_reward_that_falls_or_stays_is_told() -> None:
 def test_slow_rewards_are_told_with_their_share() -> None:
     finding = found(run_of(10, time__reward_s=4.0))["slow-reward"]
     assert finding.text.startswith("40% of the time") and "4 s a step" in finding.text
+
+
+def test_the_mend_for_slow_rewards_fits_the_functions() -> None:
+    def mend(*functions: str) -> str:
+        config = {"reward": {"functions": [{"fn": fn} for fn in functions]}}
+        return found(run_of(10, time__reward_s=4.0), config)["slow-reward"].mend
+
+    assert "reward.workers" in mend("math") and "sandbox" not in mend("math")
+    assert "sandbox" in mend("code") and "reward.workers" not in mend("code")
+    assert "batch_tokens" in mend("model", "graders.py:mine") and "reward.workers" in mend("model", "graders.py:mine")

@@ -88,7 +88,7 @@ def test_loss_and_first_update_are_those_of_the_plain_model(preset: str) -> None
     plain = gradients(moved)
     found: dict[str, torch.Tensor] = {}
     ours._optimizer.step = lambda: found.update(gradients(ours.model)) or _NoStep()  # type: ignore[method-assign]
-    assert ours.step(PAIRS)["offline/loss"] == pytest.approx(float(expected), abs=2e-5)
+    assert ours.step(PAIRS)["offline/loss"] == pytest.approx(expected.item(), abs=2e-5)
     assert largest_relative_gap(found, plain) < 1e-3
 
 
