@@ -18,7 +18,7 @@ SetOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Run folder; runs/NAME if absent. An existing run in it is resumed."),
+    typer.Option("--out", metavar="DIR", help="Run folder; runs/NAME if absent."),
 ]
 CheckpointOption = Annotated[
     str | None,
@@ -34,12 +34,12 @@ def examples(*commands: str) -> str:
 
 
 @contextlib.contextmanager
-def resumable(command: str, recipe: Path, overrides: list[str], folder: Path) -> Iterator[str]:
+def resumable(recipe: Path, overrides: list[str], folder: Path) -> Iterator[str]:
     """Say how a stopped run is taken up again, then end: Ctrl-C with exit code 130, a failed run with its error.
 
     Yields the words, for an end that does not come by here.
     """
-    words = ["quintet", command, str(recipe), *(w for text in overrides for w in ("--set", text)), "--out", str(folder)]
+    words = ["quintet", "train", str(recipe), *(w for text in overrides for w in ("--set", text)), "--out", str(folder)]
     advice = f"resume with: {shlex.join(words)}"
     try:
         yield advice

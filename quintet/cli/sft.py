@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from quintet.cli.common import OutOption, RecipeArgument, SetOption, resumable
+from quintet.cli.common import OutOption, RecipeArgument, SetOption
 from quintet.config import load_config, require_writable, run_folder
 
 
@@ -19,7 +19,11 @@ def sft(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None) -
     from quintet.observe.progress import open_view
 
     title = f"quintet sft · {config.name} · seed {config.seed}"
-    with resumable("sft", recipe, overrides, folder), open_view(config.log, title=title) as view:
-        result = api.sft(config, out=folder, on_event=view)
+    try:
+        with open_view(config.log, title=title) as view:
+            result = api.sft(config, out=folder, on_event=view)
+    except KeyboardInterrupt:
+        typer.echo("stopped; this stage keeps no checkpoints, the same command starts it anew", err=True)
+        raise typer.Exit(130) from None
     if config.log.console != "quiet":
         typer.echo(f"model: {result.folder / 'final'}")

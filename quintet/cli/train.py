@@ -33,7 +33,7 @@ def train(recipe: RecipeArgument, set_: SetOption = None, out: OutOption = None,
     from quintet.observe.progress import open_view
 
     title = f"quintet · {config.name} · seed {config.seed}"
-    with resumable("train", recipe, overrides, folder) as advice, open_view(config.log, title=title) as view:
+    with resumable(recipe, overrides, folder) as advice, open_view(config.log, title=title) as view:
 
         def leave() -> None:
             view.__exit__(None, None, None)
