@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -217,12 +219,25 @@ def runs_of(options: argparse.Namespace) -> Iterator[Run]:
         yield from ((name, seed) for name in options.presets if seed == 0 or name in HEADLINE)
 
 
+def end_with_parent() -> None:
+    """A worker of a killed benchmark would go on training."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def outcomes(bench: Bench, todo: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Callable[[], Figures]]]:
     """Each run as it ends, and what gives its figures or raises what it raised."""
     if jobs == 1:
         yield from (((preset, seed), partial(bench.run, preset, seed)) for preset, seed in todo)
         return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
         started = {pool.submit(bench.run, preset, seed): (preset, seed) for preset, seed in todo}
         yield from ((started[future], future.result) for future in as_completed(started))
 
