@@ -18,7 +18,8 @@ struct Fetch {
     size_t stride = 0;  // bytes from page to page
     int pages = 0, lines = 0, page = 0, line = 0;
 
-    void next(int count) {
+    // Returns how many of `count` lines there were too few.
+    int next(int count) {
         while (count > 0 && page < pages) {
             const char* at = cache + ids[page] * stride + size_t(line) * 64;
             const int now = std::min(count, lines - line);
@@ -26,8 +27,8 @@ struct Fetch {
             count -= now, line += now;
             if (line == lines) ++page, line = 0;
         }
+        return count;
     }
-    void rest() { next((pages - page) * lines); }
 };
 
 template <class P>
@@ -38,7 +39,8 @@ struct Scratch {
     int seen[LIMIT];
     std::vector<float> out;    // [LIMIT, width]
     std::vector<float> mixed;  // [BLOCK, width]
-    Fetch fetch;
+    Fetch fetch, after;  // what is read next, and what then
+    void ahead(int lines) { after.next(fetch.next(lines)); }
 };
 
 // A list of pages of which page i shows counts[i] tokens, or (counts null) `tokens` consecutive ones in all.
@@ -95,13 +97,14 @@ struct Attention {
             const Act* at[SPAN];
             for (int i = 0; i < n; ++i) at[i] = keys(layer, pages.ids[start + i], head);
             const int last = pages.shown(start + n - 1);
-            const int share = n * lines() / (few(rows) ? 3 : 1) / rows + 1;  // of as many pages to come
+            // As many pages to come: a third while scoring, the rest here, or a third of it here and a third while mixing.
+            const int share = n * lines() * (few(rows) ? 1 : 2) / 3 / rows;
             for (int r = 0; r < rows; r += BLOCK)
                 scores(s, q + size_t(r) * width, r, std::min(BLOCK, rows - r), at, n, last);
             for (int i = 0; i < n; ++i) hide(s, rows, i * PAGE + pages.shown(start + i), (i + 1) * PAGE);
             if (seen)
                 for (int r = 0; r < rows; ++r) hide_row(s, r, std::max(0, seen[r] - start * PAGE), n * PAGE);
-            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE), s.fetch.next(share);
+            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE), s.ahead(share);
             for (int r = 0; r < rows; r += BLOCK) mix(s, r, first + r, std::min(BLOCK, rows - r), at, n, last);
         }
     }
@@ -133,13 +136,15 @@ struct Attention {
     void scores(Scratch<P>& s, const Act* q, int row, int rows, const Act* const* at, int n, int last) const {
 #ifdef QUINTET_AMX
         if constexpr (P::PAIRED)
-            if (few(rows)) return few_scores(q, at, n, last, s.score + row * COLUMNS, s.fetch);
+            if (few(rows)) return few_scores(s, q, at, n, last, s.score + row * COLUMNS);
 #endif
-        for (int i = 0; i < n; ++i)
+        for (int i = 0; i < n; ++i) {
+            if (row == 0) s.ahead(lines() / 3);
             for (int c = 0; c < PAGE; c += PANEL) {
                 const Act* panel = at[i] + size_t(c) * width;
                 block(q, width, rows, {&panel, 1, width}, {s.score + row * COLUMNS + i * PAGE + c, COLUMNS, false}, amx, {});
             }
+        }
     }
 
     static void hide_row(Scratch<P>& s, int row, int from, int to) {
@@ -184,7 +189,7 @@ struct Attention {
         if constexpr (P::PAIRED)
             if (few(rows)) {
                 const bool partial = last <= 16 && rows <= 4;  // then half of the page need not be read
-                few_products(chance, at, n - partial, s.mixed.data(), s.fetch);
+                few_products(s, chance, at, n - partial, s.mixed.data());
                 if (partial) tail(chance + (n - 1) * PAGE, rows, at[n - 1] + size_t(PAGE) * width, last, s.mixed.data());
                 return;
             }
@@ -198,12 +203,12 @@ struct Attention {
 
 #ifdef QUINTET_AMX
     // Few rows: what takes time is the latency of a chain of tile products, so four chains run side by side.
-    void few_scores(const bf16* q, const bf16* const* at, int n, int last, float* score, Fetch& fetch) const {
+    void few_scores(Scratch<P>& s, const bf16* q, const bf16* const* at, int n, int last, float* score) const {
         asm volatile("" : : : "memory");
         for (int i = 0; i < n; i += 2, score += 2 * PAGE) {
             const bf16 *one = at[i], *two = at[std::min(i + 1, n - 1)];
             const bool both = i + 1 < n, half = i + 2 >= n && last <= 16;  // the last page's second half is not seen
-            fetch.next(2 * lines() / 3);
+            s.ahead(2 * lines() / 3);
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
@@ -255,7 +260,7 @@ struct Attention {
         }
     }
 
-    void few_products(const bf16* chance, const bf16* const* at, int n, float* out, Fetch& fetch) const {
+    void few_products(Scratch<P>& s, const bf16* chance, const bf16* const* at, int n, float* out) const {
         asm volatile("" : : : "memory");
         for (int d = 0; d < width; d += 64) {
             const int far = d + 32 < width ? 1024 : 0;  // the second panel, where there is one
@@ -265,7 +270,7 @@ struct Attention {
             _tile_zero(3);
             for (int i = 0; i < n; ++i) {
                 const bf16* b = at[i] + size_t(PAGE) * width + size_t(d) * PAGE;
-                fetch.next(lines() * 64 / width / 3);
+                s.ahead(lines() * 64 / width / 3);
                 _tile_loadd(4, chance + i * PAGE, COLUMNS * 2);
                 _tile_loadd(6, b, 64);
                 _tile_dpbf16ps(0, 4, 6);

@@ -351,7 +351,9 @@ class Model : public Decoder {
         if (amx) tiles_for(16);
 #endif
         const int rows = (task.last - task.first) * group;
-        fetch_own(step, pages, task, s, task.first);
+        s.fetch = attention.fetch(pages, task.head, step.shared_ids + begin, shared);
+        s.after = own_pages(step, pages, task, task.first);
+        s.ahead(2 * attention.lines());
         for (int t = task.first; t < task.last; ++t)
             if (step.member_count[member_of[t]] == 1) rotate_queries(step, l, t, task.head);
         attention.begin(s, rows);
@@ -360,8 +362,8 @@ class Model : public Decoder {
                           {step.shared_ids + begin, step.shared_counts + begin, shared, 0}, nullptr);
         for (int t = task.first; t < task.last;) {
             const int m = member_of[t], end = std::min(task.last, step.member_start[m] + step.member_count[m]);
-            s.fetch.rest();
-            fetch_own(step, pages, task, s, end);
+            s.ahead(INT32_MAX);
+            s.fetch = own_pages(step, pages, task, end), s.after = {};
             if (step.member_count[m] == 1) write_key(step, l, pages, t, task.head);
             if (step.member_writes[m]) attend_own(step, pages, task, s, m, t, end);
             t = end;
@@ -372,13 +374,12 @@ class Model : public Decoder {
                                  &mixed[size_t(t) * width_q + (task.head * group + j) * d], d);
     }
 
-    // Begin to fetch the own pages of the member that token t of the task belongs to.
-    void fetch_own(const Step& step, const Act* pages, const Task& task, Scratch<P>& s, int t) {
-        s.fetch = {};
-        if (t >= task.last || !step.member_writes[member_of[t]]) return;
+    // To be fetched: the own pages of the member that token t of the task belongs to.
+    Fetch own_pages(const Step& step, const Act* pages, const Task& task, int t) const {
+        if (t >= task.last || !step.member_writes[member_of[t]]) return {};
         const int m = member_of[t], visible = step.own_before[m] + t - step.member_start[m] + 1;
-        s.fetch = attention.fetch(pages, task.head, step.own_table + step.member_row[m] * step.own_stride,
-                                  up(visible, PAGE) / PAGE);
+        return attention.fetch(pages, task.head, step.own_table + step.member_row[m] * step.own_stride,
+                               up(visible, PAGE) / PAGE);
     }
 
     // Tokens [first, last) of member m over its own pages, each up to itself.
