@@ -2,8 +2,9 @@
 
 Same distribution and, in float32, the same greedy ids as the kernels. Attention is two batched products per part:
 over the shared pages of a group (gathered once for all its samples) and over each sample's own pages, merged by their
-maxima and sums; sequences of similar size go together, so little is padded. Weights are prepacked by oneDNN where
-torch has it for the processor.
+maxima and sums; sequences of similar size go together, so little is padded. Heads of one KV head lie side by side,
+KV heads outermost, so that gathered pages are the operands of the products as they come. Weights are packed by oneDNN
+where torch has it for the processor.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.rollout.engine.model import RopeTable, rms_norm, rotate
+from quintet.rollout.engine.model import RopeTable, rms_norm
+from quintet.rollout.engine.products import Layer, PackedWeights
 from quintet.rollout.engine.sampling import SamplingRows, sample
 from quintet.rollout.engine.spec import ModelSpec
 from quintet.rollout.engine.step import PAGE, Step
-from quintet.rollout.engine.weights import FusedWeights, LayerWeights
 
 _FIRST_PAGES = 64
 _MAX_SCORES = 2**24  # attention scores held at once
@@ -28,20 +29,44 @@ _MAX_SCORES = 2**24  # attention scores held at once
 
 @dataclass(frozen=True)
 class Part:
-    """N lists of pages of similar length, each seen by C tokens (short lists of tokens repeat their last)."""
+    """N lists of P pages of similar length, each seen by C tokens (short lists of tokens repeat their last)."""
 
     tokens: Tensor  # [N * C] places in the step
-    kept: Tensor  # entries of `tokens` that are real
-    pages: Tensor  # [N, P]
-    bias: Tensor  # [N, 1, C or 1, P * PAGE], 0 where a key is seen, else -inf
+    kept: Tensor | None  # entries of `tokens` that are real; None: all
+    rows: Tensor  # [kv_heads * N * P] rows of the cache
+    bias: Tensor  # [N, C or 1, 1, P * PAGE], 0 where a key is seen, else -inf
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What the tokens found in one kind of part, K KV heads and G query heads each; nothing at all: peak -inf."""
+
+    values: Tensor  # [K, T, G, head_dim] sum of values by exp(score - peak)
+    peak: Tensor  # [K, T, G]
+    mass: Tensor  # [K, T, G] sum of exp(score - peak)
+
+    @classmethod
+    def nothing(cls, spec: ModelSpec, tokens: int, device: torch.device) -> Mixed:
+        shape = (spec.kv_heads, tokens, spec.query_group)
+        return cls(
+            torch.zeros(*shape, spec.head_dim, device=device),
+            torch.full(shape, -torch.inf, device=device),
+            torch.zeros(shape, device=device),
+        )
+
+    def put(self, part: Part, values: Tensor, peak: Tensor, mass: Tensor) -> None:
+        """Each [K, N * C, G, ...]."""
+        tokens = part.tokens if part.kept is None else part.tokens[part.kept]
+        for held, new in ((self.values, values), (self.peak, peak), (self.mass, mass)):
+            held.index_copy_(1, tokens, (new if part.kept is None else new[:, part.kept]).to(held.dtype))
 
 
 class TorchModel:
     """`StepModel`; the cache grows as pages are first used."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, pages: int) -> None:
-        self._spec, self._device, self._dtype = spec, device, dtype
-        self._weights = FusedWeights(spec, device, dtype)
+        self._spec, self._device, self.dtype = spec, device, dtype
+        self._weights = PackedWeights(spec, device, dtype)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
         self._capacity = pages + 1
         self._kv = torch.zeros(self._kv_shape(min(self._capacity, _FIRST_PAGES)), device=device, dtype=dtype)
@@ -60,7 +85,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def run(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        logits = self.logits(step)
+        logits = self._forward(step)
         if len(step.sampler_logit) != len(logits):
             logits = logits[self._tensor(step.sampler_logit)]
         draws = step.draws
@@ -78,73 +103,75 @@ class TorchModel:
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
-        spec = self._spec
+        return self._forward(step).float()
+
+    def _forward(self, step: Step) -> Tensor:
+        """Write KV; logits [L, vocabulary] in the model's dtype."""
         owner = np.repeat(np.arange(len(step.member_start)), step.member_count)
         within = np.arange(len(step.ids)) - step.member_start[owner]
-        cos, sin = self._rope.rows(self._tensor(step.member_position[owner] + within), step.last_position)
+        turns = self._turns(step.member_position[owner] + within, step.last_position)
         writes, places = self._writes(step, owner, within)
         parts = [list(self._shared(step)), list(self._own(step))]
+        found = [Mixed.nothing(self._spec, len(step.ids), self._device) for _ in parts]
         x_TE = self._weights.embedding[self._tensor(step.ids)].float()
         for index, layer in enumerate(self._weights.layers):
-            q_THD, k_THD, v_THD = self._project(layer, self._normed(x_TE, layer.input_norm), cos, sin)
-            keys, values = self._kv[0, index], self._kv[1, index]
+            q_KTX, k_THD, v_THD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
+            keys, values = self._rows(0, index), self._rows(1, index)
             for stored, fresh in ((keys, k_THD), (values, v_THD)):
                 rows = fresh if writes is None else fresh[writes]
-                stored.view(-1, spec.head_dim).index_copy_(0, places, rows.reshape(-1, spec.head_dim))
-            mixed_TX = self._attend(q_THD, keys, values, parts)
-            x_TE += F.linear(mixed_TX, layer.output, layer.output_bias)
-            gate, up = F.linear(self._normed(x_TE, layer.mlp_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x_TE += F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+                stored.view(-1, self._spec.head_dim).index_copy_(0, places, rows.reshape(-1, self._spec.head_dim))
+            for kind, mixed in zip(parts, found, strict=True):
+                for part in kind:
+                    self._attend(q_KTX, keys, values, part, mixed)
+            x_TE += layer.output(self._merge(*found))
+            gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
+            x_TE += layer.down(F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
-        return F.linear(last, self._weights.head).float()
+        return self._weights.head(last)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.float(), self._spec.norm_eps).to(self._dtype)
+        return rms_norm(x, weight, self._spec.norm_eps).to(self.dtype)
 
-    def _project(self, layer: LayerWeights, x_TE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (scaled), keys and values [T, heads, head_dim]."""
+    def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
+        """What `rotate` in model.py multiplies a head's halves with, and the halves in each other's place:
+        [T, 1, head_dim] each."""
+        cos, sin = self._rope.rows(self._tensor(positions), last)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+    def _project(self, layer: Layer, x_TE: Tensor, straight: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [kv_heads, T, query_group * head_dim], keys and values [T, kv_heads, head_dim]."""
         spec = self._spec
-        fused = F.linear(x_TE, layer.qkv, layer.qkv_bias).view(len(x_TE), -1, spec.head_dim)
-        q, k, v = fused.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        q, k = q.float(), k.float()
+        fused = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
+        qk, v = fused.split([spec.heads + spec.kv_heads, spec.kv_heads], dim=1)
+        qk = qk.float()
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm.float(), spec.norm_eps)
-            k = rms_norm(k, layer.k_norm.float(), spec.norm_eps)
-        q = rotate(q, cos, sin) * spec.head_dim**-0.5
-        return q.to(self._dtype), rotate(k, cos, sin).to(self._dtype), v
+            q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
+            qk = torch.cat([rms_norm(q, layer.q_norm, spec.norm_eps), rms_norm(k, layer.k_norm, spec.norm_eps)], dim=1)
+        qk = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed).to(self.dtype)
+        q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
+        return q.reshape(len(q), spec.kv_heads, -1).transpose(0, 1).contiguous(), k, v
 
-    def _attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, parts: list[list[Part]]) -> Tensor:
-        """Both kinds of parts, merged by their maxima and sums (arXiv 1805.02867); [T, heads * head_dim]."""
-        tokens, heads, width = q_THD.shape
-        peak = torch.full((2, tokens, heads), -torch.inf, device=q_THD.device)
-        total = torch.zeros(2, tokens, heads, device=q_THD.device)
-        mixed = torch.zeros(2, tokens, heads, width, device=q_THD.device)
-        for kind, some in enumerate(parts):
-            for part in some:
-                out, top, mass = self._attend_part(q_THD, keys, values, part)
-                where = part.tokens[part.kept]
-                mixed[kind, where], peak[kind, where], total[kind, where] = out, top, mass
-        share = torch.exp(peak - peak.amax(0))
-        mixed, total = (mixed * share[..., None]).sum(0), (total * share).sum(0)
-        return (mixed / total[..., None]).to(q_THD.dtype).view(tokens, heads * width)
+    def _attend(self, q_KTX: Tensor, keys: Tensor, values: Tensor, part: Part, mixed: Mixed) -> None:
+        kv, group, width = self._spec.kv_heads, self._spec.query_group, self._spec.head_dim
+        n, _, _, seen = part.bias.shape
+        q = q_KTX.index_select(1, part.tokens).view(kv * n, -1, width)
+        k, v = (x.index_select(0, part.rows).view(kv * n, seen, width) for x in (keys, values))
+        products = torch.bmm(q, k.transpose(1, 2)).view(kv, n, -1, group, seen)
+        scores = torch.add(part.bias, products, alpha=width**-0.5)
+        peak = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(peak).exp_()
+        out = torch.bmm(weights.view(kv * n, -1, seen).to(self.dtype), v)
+        by_token = (kv, len(part.tokens), group)
+        mixed.put(part, out.view(*by_token, width), peak.view(by_token), weights.sum(-1).view(by_token))
 
-    def _attend_part(self, q_THD: Tensor, keys: Tensor, values: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-        n, pages = part.pages.shape
-        kv, width = self._spec.kv_heads, self._spec.head_dim
-        group = self._spec.query_group
-        q = q_THD[part.tokens].view(n, -1, kv, group, width).transpose(1, 2).reshape(n * kv, -1, width)
-        k, v = (x[part.pages].transpose(1, 2).reshape(n * kv, pages * PAGE, width) for x in (keys, values))
-        scores = torch.bmm(q, k.transpose(1, 2)).float().view(n, kv, -1, group, pages * PAGE)
-        scores += part.bias[:, :, :, None]
-        top = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - top)
-        mass = weights.sum(-1)
-        out = torch.bmm(weights.view(n * kv, -1, pages * PAGE).to(q.dtype), v).float()
-
-        def by_token(x: Tensor) -> Tensor:  # [n, kv, tokens, group, ...] -> [kept, heads, ...]
-            return x.transpose(1, 2).reshape(-1, kv * group, *x.shape[4:])[part.kept]
-
-        return by_token(out.view(n, kv, -1, group, width)), by_token(top.squeeze(-1)), by_token(mass)
+    def _merge(self, one: Mixed, other: Mixed) -> Tensor:
+        """Attention over both kinds of parts [T, heads * head_dim] (arXiv 1805.02867)."""
+        peak = torch.maximum(one.peak, other.peak)
+        shares = [torch.exp(part.peak - peak) for part in (one, other)]
+        total = one.mass * shares[0] + other.mass * shares[1]
+        scales = [(share / total)[..., None] for share in shares]
+        mixed_KTGD = torch.addcmul(one.values * scales[0], other.values, scales[1]).to(self.dtype)
+        return mixed_KTGD.transpose(0, 1).reshape(mixed_KTGD.shape[1], -1)
 
     def _shared(self, step: Step) -> Iterator[Part]:
         """Each group's tokens over its shared pages."""
@@ -177,12 +204,14 @@ class TorchModel:
     def _part(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, seen: np.ndarray) -> Part:
         width = int(counts.max())
         places = np.minimum(np.arange(width), counts[:, None] - 1)
+        real = np.arange(width) < counts[:, None]
+        heads = np.arange(self._spec.kv_heads)[:, None]
         bias = torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -torch.inf)
         return Part(
             tokens=self._tensor((starts[:, None] + places).ravel()),
-            kept=self._tensor(np.flatnonzero(np.arange(width) < counts[:, None])),
-            pages=self._tensor(table),
-            bias=bias.to(self._device)[:, None],
+            kept=None if real.all() else self._tensor(np.flatnonzero(real)),
+            rows=self._tensor((table.ravel() * len(heads) + heads).ravel()),
+            bias=bias.to(self._device)[:, :, None],
         )
 
     def _writes(self, step: Step, owner: np.ndarray, within: np.ndarray) -> tuple[Tensor | None, Tensor]:
@@ -201,6 +230,10 @@ class TorchModel:
             extra = min(self._capacity, max(page + 1, 2 * held)) - held
             self._kv = torch.cat([self._kv, self._kv.new_zeros(self._kv_shape(extra))], dim=2)
 
+    def _rows(self, kind: int, layer: int) -> Tensor:
+        """Keys (0) or values (1) of a layer, [pages * kv_heads, PAGE * head_dim]."""
+        return self._kv[kind, layer].view(-1, PAGE * self._spec.head_dim)
+
     def _kv_shape(self, pages: int) -> tuple[int, ...]:
         return (2, self._spec.layers, pages, self._spec.kv_heads, PAGE, self._spec.head_dim)
 
@@ -209,16 +242,9 @@ class TorchModel:
 
 
 def _alike(tokens: np.ndarray, pages: np.ndarray, heads: int) -> Iterator[np.ndarray]:
-    """Indices with pages, in lots that waste at most about half on padding and stay within the scores held at once."""
-    order = np.lexsort((pages, tokens))
-    lot: list[int] = []
-    for index in order[pages[order] > 0].tolist():
-        wide = max([index, *lot], key=lambda i: pages[i])
-        narrow = min([index, *lot], key=lambda i: pages[i])
-        scores = (len(lot) + 1) * heads * int(tokens[index]) * int(pages[wide]) * PAGE
-        if lot and (tokens[index] > 2 * tokens[lot[0]] or pages[wide] > 2 * pages[narrow] or scores > _MAX_SCORES):
-            yield np.array(lot)
-            lot = []
-        lot.append(index)
-    if lot:
-        yield np.array(lot)
+    """Indices with pages, in lots that waste at most half on padding and stay within the scores held at once."""
+    kinds = np.stack([np.frexp(tokens - 0.5)[1], np.frexp(pages - 0.5)[1]])  # powers of two that are not exceeded
+    for kind in np.unique(kinds[:, pages > 0], axis=1).T:
+        lot = np.flatnonzero((kinds == kind[:, None]).all(axis=0) & (pages > 0))
+        scores = len(lot) * heads * int(tokens[lot].max()) * int(pages[lot].max()) * PAGE
+        yield from np.array_split(lot, min(len(lot), -(-scores // _MAX_SCORES)))
