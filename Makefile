@@ -19,7 +19,7 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist workste
 # pip's harmless warnings are kept off the terminal; errors are shown
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 
-.PHONY: help setup demo test test-heavy test-vllm vllm-env sandbox-deps lint bench clean
+.PHONY: help setup demo test test-heavy test-vllm vllm-env verifiers-env sandbox-deps lint bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,7 +64,15 @@ vllm-env: .venv-vllm/.installed  ## an environment with vLLM for CPUs (3.4 GB), 
 	@touch $@
 
 test-vllm: setup vllm-env  ## tests against the real vLLM
-	@$(BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py $(PYTEST)
+	@$(BIN)/python -m pytest -m vllm tests/rollout $(PYTEST)
+
+# An environment of its own: the package wants an older mcp than openai-agents
+verifiers-env: .venv-verifiers/.installed  ## an environment with the package verifiers, for environment.kind: verifiers:ENV_ID
+
+.venv-verifiers/.installed:
+	@$(PYTHON) -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install -qq 'verifiers>=0.2,<0.4'
+	@touch $@
 
 bench: setup  ## every benchmark; each prints a ratio against a peer or a limit
 	@for file in benchmarks/[a-z]*.py; do \

@@ -16,7 +16,7 @@ from quintet.algorithms.offline import OfflineAlgorithm, is_offline, resolve_off
 from quintet.algorithms.presets import Algorithm, resolve
 from quintet.data.config import AnswerColumnsConfig
 from quintet.observe.config import LogConfig
-from quintet.rollout.environments import environment_problem
+from quintet.rollout.environments import VERIFIERS, environment_problem
 from quintet.rollout.factory import check_rollout_config
 from quintet.train.config import CriticConfig, OfflineConfig, TrainConfig
 from quintet.types import QuintetError
@@ -197,6 +197,11 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
     graded = any(function.fn == "environment" for function in config.reward.functions)
     if graded and config.environment.kind is None:
         yield Problem("reward.functions", "the reward function environment has nothing to go by: set environment.kind")
+    kind, data = config.environment.kind, config.data
+    if kind is not None and kind.startswith(VERIFIERS) and (data.source, data.args) != (kind, config.environment.args):
+        yield Problem(
+            "environment.kind", f"environment.kind {kind} plays its own data: set data.source {kind}, and the same args"
+        )
 
 
 def _held_out(config: RunConfig) -> Iterator[Problem]:

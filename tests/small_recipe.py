@@ -30,5 +30,5 @@ def small(**sections: Any) -> dict[str, Any]:
 
 def without_clock(row: dict[str, Any]) -> dict[str, Any]:
     """A row of metrics without what measures the machine: two equal runs agree on the rest to the bit."""
-    measured = ("time/", "memory/", "reward/grade_s_", "reward/slowest_share")
+    measured = ("time/", "memory/", "engine/", "reward/grade_s_", "reward/slowest_share")
     return {k: v for k, v in row.items() if not k.startswith(measured) and not k.endswith("per_s")}

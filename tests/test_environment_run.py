@@ -103,6 +103,18 @@ def test_a_run_over_http_goes_as_the_run_in_process(tmp_path: Path, monkeypatch:
         ({"environment": {}, "reward": {"functions": [{"fn": "environment"}]}}, "environment.kind"),
         ({"environment": {"kind": "tools", "tools": [{"fn": "calculater"}]}}, "neither calculator"),
         ({"environment": {"kind": "agent:tests.rollout.test_agents:silent"}}, "uses no chat template"),
+        (
+            {"environment": {"kind": "agent:tests.rollout.test_agents:silent", "max_turns": 3}},
+            "max_turns has no effect",
+        ),
+        ({"environment": {"kind": "verifiers:x"}}, "set data.source verifiers:x, and the same args"),
+        (
+            {
+                "environment": {"kind": "verifiers:x", "args": {"python": "/no/such"}},
+                "data": {"source": "verifiers:x", "args": {"python": "/no/such"}},
+            },
+            r"environment\.args\.python: there is no file '/no/such'",
+        ),
     ],
 )
 def test_a_wrong_environment_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from quintet.models.lora import apply_lora, merged_state_dict
 from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.protocols import RolloutWorker
 from quintet.rollout.agent_loop import AgentLoopWorker
-from quintet.rollout.environments import AGENT, EnvironmentFactory, check_environment, is_agent, load
+from quintet.rollout.environments import AGENT, VERIFIERS, EnvironmentFactory, check_environment, is_agent, load
 from quintet.rollout.factory import check_rollout_config, make_rollout_worker
 from quintet.train.offline import Example, sft, warm_start_config
 from quintet.types import Prompt, QuintetError, SamplingParams
@@ -122,17 +122,7 @@ def in_environment(config: RunConfig, base: Base, engine: RolloutWorker) -> Roll
     encoder = PromptEncoder(base.tokenizer, config.model)
     context = base.hf_config.get_text_config().max_position_embeddings
     if is_agent(environment):
-        from quintet.rollout.agents import AgentRolloutWorker  # needs the extra `serve`
-
-        return AgentRolloutWorker(
-            engine,  # type: ignore[arg-type]
-            load(environment.kind.removeprefix(AGENT), "environment.kind"),
-            tokenizer=base.tokenizer,
-            encoder=encoder,
-            config=environment,
-            context=context,
-            template_kwargs=config.model.chat_template_kwargs,
-        )
+        return _agents(config, base, engine, encoder, context)
     factory = EnvironmentFactory(environment)
     return AgentLoopWorker(
         engine,
@@ -142,6 +132,29 @@ def in_environment(config: RunConfig, base: Base, engine: RolloutWorker) -> Roll
         config=environment,
         context=context,
         on_close=factory.close,
+    )
+
+
+def _agents(
+    config: RunConfig, base: Base, engine: RolloutWorker, encoder: PromptEncoder, context: int
+) -> RolloutWorker:
+    from quintet.rollout.agents import AgentRolloutWorker  # needs the extra `serve`
+    from quintet.rollout.verifiers_agent import VerifiersAgent
+
+    environment, kind = config.environment, config.environment.kind or ""
+    foreign = None
+    if kind.startswith(VERIFIERS):
+        foreign = VerifiersAgent(kind.removeprefix(VERIFIERS), environment.args)
+    return AgentRolloutWorker(
+        engine,  # type: ignore[arg-type]
+        foreign.run if foreign else load(kind.removeprefix(AGENT), "environment.kind"),
+        tokenizer=base.tokenizer,
+        encoder=encoder,
+        config=environment,
+        context=context,
+        template_kwargs=config.model.chat_template_kwargs,
+        on_start=foreign.start if foreign else None,
+        on_close=foreign.close if foreign else None,
     )
 
 

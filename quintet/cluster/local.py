@@ -22,9 +22,10 @@ from quintet.buffer.journal import SqliteJournal
 from quintet.cluster.build import (
     Base,
     Data,
+    engine_worker,
+    in_environment,
     load_data,
     load_policy,
-    rollout_worker,
     sampling_params,
     warm_start,
     weight_store,
@@ -48,8 +49,8 @@ from quintet.observe.timeline import Timeline
 from quintet.observe.trace import ChromeTrace
 from quintet.protocols import RewardService, RolloutWorker
 from quintet.reward.factory import ManagedRewardService, make_reward_service
-from quintet.rollout.agent_loop import AgentLoopWorker
 from quintet.rollout.engine.worker import EngineWorker
+from quintet.rollout.metered import MeteredWorker
 from quintet.train.worker import LocalTrainWorker
 from quintet.types import Group, MetricSink, StepMetrics
 
@@ -117,9 +118,8 @@ class LocalRun:
         store = weight_store(self.config)
         trace = ChromeTrace(self.folder.trace)
         self._timeline = Timeline(trace)
-        engine = rollout.worker if isinstance(rollout, AgentLoopWorker) else rollout
-        if isinstance(engine, EngineWorker):  # engines of a user's own do not tell their phases
-            engine.on_span = self._timeline
+        if isinstance(self._engine, EngineWorker):  # engines of a user's own do not tell their phases
+            self._engine.on_span = self._timeline
         train = LocalTrainWorker(
             model,
             tokenizer=base.tokenizer,
@@ -156,7 +156,8 @@ class LocalRun:
         is_warm = (start / "config.json").exists()
         policy = await asyncio.to_thread(load_policy, config.model, start=start if is_warm else None)
         self._end_if_stopping()
-        rollout = rollout_worker(config, base, policy, UNTRAINED)
+        self._engine = engine_worker(config, base, policy, UNTRAINED)
+        rollout = in_environment(config, base, self._engine)
         if config.warm_start.steps > 0 and not is_warm:
             await self._evaluate("untrained", 0, UNTRAINED, data, rollout, reward)
             self._event("stage", {"name": "warm_start", "total": config.warm_start.steps})
@@ -184,6 +185,8 @@ class LocalRun:
             metrics.values |= self._timeline.step_parts(metrics.values)
             metrics.values |= self._monitor.note(metrics.values)
             metrics.values |= reward.take_metrics()
+            if isinstance(self._engine, MeteredWorker):
+                metrics.values |= self._engine.metrics()
             self._log.step(metrics)
             step, last = metrics.step, metrics.step == config.steps
             if config.eval.every and step % config.eval.every == 0 and not last:

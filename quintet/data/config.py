@@ -33,8 +33,8 @@ class AnswerColumnsConfig(BaseModel):
 
 
 class DataConfig(BaseModel):
-    """`source`: `task:sums` (or another task, or `task:module:function`), `reasoning_gym:NAME`, a `.jsonl`, `.json` or
-    `.parquet` file, or a Hugging Face data set id or folder."""
+    """`source`: `task:sums` (or another task, or `task:module:function`), `reasoning_gym:NAME`, `verifiers:ENV_ID`, a
+    `.jsonl`, `.json` or `.parquet` file, or a Hugging Face data set id or folder."""
 
     model_config = ConfigDict(extra="forbid")
 

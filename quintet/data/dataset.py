@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from quintet.data import verifiers
 from quintet.data.config import DataConfig
 from quintet.data.prompts import Encode, Skipped, SkipReason, describe_skipped, make_prompts, prompt_key
 from quintet.data.readers import FILE_SUFFIXES, read_dataset, read_file
@@ -21,6 +22,7 @@ from quintet.types import Prompt, QuintetError
 __all__ = ["SkipReason", "Skipped", "build_prompts", "describe_skipped", "load_rows"]
 
 _TASK, _REASONING_GYM = "task:", "reasoning_gym:"
+_WITHOUT_SPLITS = (_TASK, _REASONING_GYM, verifiers.SOURCE)
 
 
 def load_rows(
@@ -79,13 +81,15 @@ def _read(source: str, split: str, args: dict[str, Any], seed: int) -> list[Row]
         return task_rows(source.removeprefix(_TASK), args, seed)
     if source.startswith(_REASONING_GYM):
         return reasoning_gym_rows(source.removeprefix(_REASONING_GYM), args, seed)
+    if source.startswith(verifiers.SOURCE):
+        return verifiers.verifiers_rows(source.removeprefix(verifiers.SOURCE), args, split)
     if source.endswith(FILE_SUFFIXES):
         return read_file(source)
     return read_dataset(source, split, args)
 
 
 def _has_splits(source: str | None) -> bool:
-    return source is not None and not source.startswith((_TASK, _REASONING_GYM)) and not source.endswith(FILE_SUFFIXES)
+    return source is not None and not source.startswith(_WITHOUT_SPLITS) and not source.endswith(FILE_SUFFIXES)
 
 
 def _refuse_idle_options(config: DataConfig) -> None:

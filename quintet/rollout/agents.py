@@ -71,7 +71,10 @@ class _Server(uvicorn.Server):
 
 
 class AgentRolloutWorker:
-    """`RolloutWorker` whose samples are runs of `agent`; `worker` answers its calls through a gateway on loopback."""
+    """`RolloutWorker` whose samples are runs of `agent`; `worker` answers its calls through a gateway on loopback.
+
+    `on_start` is awaited before samples are begun, outside their time limit.
+    """
 
     def __init__(
         self,
@@ -83,11 +86,15 @@ class AgentRolloutWorker:
         config: EnvironmentConfig,
         context: int,
         template_kwargs: dict[str, Any] | None = None,
+        on_start: Callable[[], Awaitable[None]] | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.worker = worker
         self._agent = agent
         self._encoder = encoder
         self._config = config
+        self._on_start = on_start
+        self._on_close = on_close
         self._gateway = Gateway(
             worker,
             tokenizer,
@@ -108,6 +115,8 @@ class AgentRolloutWorker:
         self, prompts: list[Group], sampling_params: SamplingParams, weight_version: int
     ) -> list[Rollout]:
         await self._start()
+        if self._on_start is not None:
+            await self._on_start()
         indices = range(sampling_params.first_sample, sampling_params.first_sample + sampling_params.n)
         runs = [self._run(group, index, sampling_params) for group in prompts for index in indices]
         return list(await asyncio.gather(*runs))
@@ -126,6 +135,8 @@ class AgentRolloutWorker:
             self._server.should_exit = True
             await self._serving
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._on_close is not None:
+            await self._on_close()
         await self.worker.close()  # type: ignore[attr-defined]
 
     async def _start(self) -> None:

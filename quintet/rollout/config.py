@@ -23,9 +23,14 @@ class EnvironmentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: str | None = Field(
-        None, description="tools, reasoning_gym, gym:module:Class, agent:module:function, or module:Class"
+        None,
+        description="tools, reasoning_gym, openenv, gym:module:Class, agent:module:function, verifiers:ENV_ID, or "
+        "module:Class",
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keyword arguments of the environment; of a verifiers one also python, its interpreter",
+    )
     tools: list[ToolConfig] = Field(default_factory=list)
     sandbox: dict[str, Any] = Field(
         default_factory=dict, description="of the tool python, as for the reward function code: backend, limits ..."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from quintet.data import verifiers
 from quintet.rollout.config import EnvironmentConfig, ToolConfig
 from quintet.rollout.environment import Environment
 from quintet.rollout.search import Corpus
@@ -19,19 +21,22 @@ from quintet.sandbox.factory import make_sandbox
 from quintet.sandbox.protocol import limits_of
 from quintet.types import QuintetError
 
-TOOLS, REASONING, GYM, AGENT = "tools", "reasoning_gym", "gym:", "agent:"
+TOOLS, REASONING, OPENENV, GYM, AGENT = "tools", "reasoning_gym", "openenv", "gym:", "agent:"
+VERIFIERS = verifiers.SOURCE
 
 
 def is_agent(config: EnvironmentConfig) -> bool:
-    """Whether a program of the user's own plays the episodes, through the gateway."""
-    return config.kind is not None and config.kind.startswith(AGENT)
+    """Whether a program plays the episodes, through the gateway: one of the user's own, or a verifiers environment."""
+    return config.kind is not None and config.kind.startswith((AGENT, VERIFIERS))
 
 
 def check_environment(config: EnvironmentConfig) -> None:
     """Raises QuintetError for what does not exist: the kind, a tool, an argument. Imports the user's own modules."""
     if config.kind is None:
         return
-    if is_agent(config):
+    if config.kind.startswith(VERIFIERS):
+        verifiers.check_verifiers(config.args, "environment.args")
+    elif is_agent(config):
         load(config.kind.removeprefix(AGENT), "environment.kind")
     else:
         EnvironmentFactory(config)
@@ -116,6 +121,8 @@ def _class_of(config: EnvironmentConfig) -> Any:
         from quintet.rollout.adapters import ReasoningGymEnvironment
 
         found: Any = ReasoningGymEnvironment
+    elif kind == OPENENV:
+        found = _openenv()
     elif kind.startswith(GYM):
         from quintet.rollout.adapters import GymEnvironment
 
@@ -128,7 +135,20 @@ def _class_of(config: EnvironmentConfig) -> Any:
     wrong = [name for name in config.args if name not in known]
     if wrong and not takes_any:
         raise QuintetError(f"environment.args: {kind} takes no {wrong[0]!r}; it takes {', '.join(known)}")
+    if kind == OPENENV and "url" not in config.args:
+        raise QuintetError("environment.args: openenv needs the server's url, e.g. {url: 'http://127.0.0.1:8000'}")
     return found
+
+
+def _openenv() -> Any:
+    if importlib.util.find_spec("websockets") is None:
+        raise QuintetError(
+            "environment.kind: openenv talks to its server through websockets.\n"
+            "Install with: pip install 'quintet[openenv]'"
+        )
+    from quintet.rollout.openenv import OpenEnvEnvironment
+
+    return OpenEnvEnvironment
 
 
 def _sandbox_config(options: dict[str, Any]) -> SandboxConfig:
@@ -163,4 +183,9 @@ def environment_problem(config: EnvironmentConfig) -> tuple[str, str] | None:
         return "environment.sandbox", "environment.sandbox has no effect: no tool is python; remove it"
     if is_agent(config) and config.turn_tokens is not None:
         return "environment.turn_tokens", "environment.turn_tokens has no effect with an agent, which asks for itself"
+    if is_agent(config) and config.max_turns != EnvironmentConfig().max_turns:
+        return (
+            "environment.max_turns",
+            "environment.max_turns has no effect with an agent, which ends by itself",
+        )
     return None

@@ -161,7 +161,9 @@ def room(prompt: int, wanted: int | None, context: int) -> int:
     if prompt + (wanted or 1) > context:
         raise ApiError(
             400,
-            f"the model's context is {context} tokens: {prompt} in the prompt and {wanted or 1} to sample do not fit",
+            # OpenAI's own words, by which clients know what it is
+            f"This model's maximum context length is {context} tokens: {prompt} in the prompt and {wanted or 1} to "
+            "sample do not fit",
             param="messages",
             code="context_length_exceeded",
         )

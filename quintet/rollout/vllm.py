@@ -34,6 +34,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.sequence import Decode, Intake, OnToken, Sequence, check_params, engine_failure
+from quintet.rollout.metered import MeteredWorker
 from quintet.rollout.vllm_server import SERVED_NAME, VllmServer
 from quintet.types import FinishReason, Group, GroupId, Health, QuintetError, Rollout, SamplingParams, WeightRef
 from quintet.weights import open_weights
@@ -48,7 +49,7 @@ class _Broken(Exception):
     """The connection or the server failed; what was sampled so far is kept."""
 
 
-class VllmRolloutWorker:
+class VllmRolloutWorker(MeteredWorker):
     """See the module. `weights` are served as version `version` once `start` (or the first `generate`) has run.
 
     Raises QuintetError for a server that cannot be reached or started, that reports raw log-probabilities, or that
@@ -85,7 +86,8 @@ class VllmRolloutWorker:
         self._lock = asyncio.Lock()  # start, restart, weight update: one at a time
         self._running: dict[Sequence, asyncio.Task[Rollout]] = {}
         self._restarts = 0
-        self._sampled, self._since = 0, time.monotonic()
+        self._sampled = 0
+        self._reported = (0, 0)  # restarts and sampled tokens, at the last call of `metrics`
 
     async def start(self) -> None:
         """Start or reach the server, give it the weights and check its log-probabilities."""
@@ -161,11 +163,13 @@ class VllmRolloutWorker:
         self._folders.remove()
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call."""
-        now = time.monotonic()
-        rate = self._sampled / (now - self._since)
-        self._sampled, self._since = 0, now
-        return {"rollout/tokens_per_s": rate, "rollout/restarts": float(self._restarts)}
+        """Since the last call: how often a server of ours was started again, and sampled tokens."""
+        restarts, sampled = self._reported
+        self._reported = (self._restarts, self._sampled)
+        return {
+            "engine/restarts": float(self._restarts - restarts),
+            "engine/sampled_tokens": float(self._sampled - sampled),
+        }
 
     async def _tracked(self, sequence: Sequence) -> Rollout:
         """The sample in a task of its own, which `abort` can cancel."""

@@ -326,13 +326,19 @@ def test_a_turn_without_logprobs_is_refused() -> None:
 # -- five hundred sessions ---------------------------------------------------------------------------
 
 
-def trainer(model, tokenizer) -> LocalTrainWorker:
+def experience(session: Session) -> Experience:
+    """A session's main rollout, as the trainer takes it."""
+    r = session.main_rollout()
+    return Experience(r.group_id, 0, r.prompt_ids, r.response_ids, r.logprobs, r.loss_mask, 1.0, 0)
+
+
+def trainer(model, tokenizer, *, temperature: float = 1.0) -> LocalTrainWorker:
     return LocalTrainWorker(
         model,
         tokenizer=tokenizer,
         config=TrainConfig(lr=0.0, old="trainer"),
         algorithm=resolve(AlgorithmConfig(preset="grpo")),
-        temperature=1.0,
+        temperature=temperature,
         total_steps=1,
         dtype=torch.float32,
         store=MemoryStore(),
@@ -359,11 +365,7 @@ def test_five_hundred_sessions_train_exactly_what_was_sampled() -> None:
         sessions = await asyncio.gather(*(agent(i) for i in range(500)))
         await worker.close()
         train = trainer(model, tokenizer)
-        rollouts = [s.main_rollout() for s in sessions]
-        experiences = [
-            Experience(r.group_id, 0, r.prompt_ids, r.response_ids, r.logprobs, r.loss_mask, 1.0, 0) for r in rollouts
-        ]
-        recomputed = await train.logprobs(experiences)
+        recomputed = await train.logprobs([experience(s) for s in sessions])
         await train.close()
         return sessions, recomputed
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from quintet.models.config import ModelConfig
 from quintet.models.loader import load_model, load_tokenizer
 from quintet.models.tokenizer import PromptEncoder
 from quintet.rollout.config import RolloutConfig
+from quintet.rollout.gateway import Gateway
+from quintet.rollout.sessions import Session
 from quintet.rollout.vllm import VllmRolloutWorker
 from quintet.types import FinishReason, Group, GroupId, Prompt, QuintetError, Rollout, SamplingParams
 from quintet.weights.memory import MemoryStore
+from tests.rollout.serving_models import MODEL
+from tests.rollout.test_gateway import Tape, call, experience, trainer, user
 
 PYTHON = Path(os.environ.get("QUINTET_VLLM_PYTHON", ".venv-vllm/bin/python"))
 pytestmark = [
@@ -25,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: make vllm-env"),
 ]
 SMOLLM2 = ModelConfig(name="builtin:smollm2-135m")
+HOT = 1.3
 LONG = SamplingParams(n=4, max_tokens=200, temperature=1.0, seed=3)
 
 
@@ -92,6 +98,50 @@ def test_its_log_probabilities_are_those_of_the_sampling_distribution(worker, mo
         torch.testing.assert_close(torch.tensor(rollout.logprobs), logprobs(model, rollout, 0.7), atol=2e-4, rtol=0)
 
 
+def test_sessions_through_the_gateway_are_what_vllm_sampled_and_the_trainer_computes(
+    worker, model, loop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Multi-turn, hot enough that many an answer's text would be encoded to other ids than were sampled."""
+    tokenizer = load_tokenizer(SMOLLM2)
+    tape = Tape(worker)
+    gateway = Gateway(tape, tokenizer, model=MODEL, key="admin", context=2048)
+
+    async def agent(index: int) -> Session:
+        session = gateway.open(GroupId(f"g{index}"))
+        messages = [user(f"Tell me about the number {index}.")]
+        for _ in range(3):
+            answer = await call(gateway, session, messages, max_tokens=12, temperature=HOT)
+            messages += [answer, user("And then?")]
+        return session
+
+    async def program() -> tuple[list[Session], list[list[float]]]:
+        sessions = list(await asyncio.gather(*(agent(i) for i in range(12))))
+        train = trainer(model, tokenizer, temperature=HOT)
+        recomputed = await train.logprobs([experience(s) for s in sessions])
+        await train.close()
+        return sessions, recomputed
+
+    sessions, recomputed = loop.run_until_complete(program())
+    differences: list[float] = []
+    reencoded_differently = 0
+    for session, again in zip(sessions, recomputed, strict=True):
+        rollout, own = session.main_rollout(), [r for r in tape.rollouts if r.group_id == session.record.group_id]
+        assert rollout is not None and rollout.turns == len(own) == 3
+        places = [i for i, mask in enumerate(rollout.loss_mask) if mask]
+        assert [rollout.response_ids[i] for i in places] == [i for r in own for i in r.response_ids]
+        assert rollout.prompt_ids + rollout.response_ids == own[-1].prompt_ids + own[-1].response_ids
+        differences += [abs(rollout.logprobs[i] - again[i]) for i in places]
+        words = [[i for i in r.response_ids if i not in tokenizer.eos_ids] for r in own]
+        reencoded_differently += sum(tokenizer.encode(tokenizer.decode_all(ids)) != ids for ids in words)
+    with capsys.disabled():
+        print(
+            f"\n{len(differences)} tokens, mean |difference| {fmean(differences):.2e}, max {max(differences):.2e}; "
+            f"{reencoded_differently} of 36 answers would be encoded differently"
+        )
+    assert fmean(differences) < 2e-5 and max(differences) < 5e-4
+    assert reencoded_differently > 0  # else a re-encoding would go unnoticed
+
+
 def test_stop_strings_and_lengths_end_a_sample(worker, loop) -> None:
     one = group("b", "Count from 1 to 9, with commas.")
     cut = SamplingParams(n=1, max_tokens=60, temperature=0.0, stop=(",",))
@@ -137,7 +187,7 @@ def test_a_server_that_is_killed_is_started_again_and_the_samples_go_on(worker, 
 
     rollouts = loop.run_until_complete(main())
     assert [r.failure for r in rollouts] == [None] * 4 and all(r.response_ids for r in rollouts)
-    assert worker.metrics()["rollout/restarts"] == 1.0
+    assert worker.metrics()["engine/restarts"] == 1.0
 
 
 def test_aborted_samples_come_back_with_what_they_have(worker, loop) -> None:

@@ -56,7 +56,7 @@ async def sampled(worker, tokens):
     """Wait until the engine has sampled so many."""
     while tokens > 0:
         await asyncio.sleep(0.001)
-        tokens -= worker.metrics()["rollout/sampled_tokens"]
+        tokens -= worker.metrics()["engine/sampled_tokens"]
 
 
 def test_rollouts_come_in_the_order_of_groups_and_samples():  # ROL05
@@ -198,7 +198,7 @@ def test_a_cancelled_call_leaves_the_batch():
             await call
         while (await worker.health_check()).running:
             await asyncio.sleep(0.001)
-        return worker.metrics()["rollout/sampled_tokens"]
+        return worker.metrics()["engine/sampled_tokens"]
 
     assert run(scenario, eos_ids=()) < 4 * 300
 
@@ -248,10 +248,10 @@ def test_metrics_count_since_the_last_call_and_timing_adds_up():
         return rollouts, worker.metrics(), worker.metrics()
 
     rollouts, first, second = run(scenario, eos_ids=())
-    assert first["rollout/sampled_tokens"] == 40
-    assert first["rollout/engine_tokens_per_s"] > 0
-    assert first["rollout/prefix_shared_frac"] == 0.75
-    assert second["rollout/sampled_tokens"] == second["rollout/engine_tokens_per_s"] == 0
+    assert first["engine/sampled_tokens"] == 40
+    assert first["engine/tokens_per_s"] > 0
+    assert first["engine/prefix_shared_frac"] == 0.75
+    assert second["engine/sampled_tokens"] == second["engine/tokens_per_s"] == 0
     for rollout in rollouts:
         assert set(rollout.timing) == {"queue_s", "prefill_s", "decode_s"}
         assert rollout.timing["decode_s"] > 0

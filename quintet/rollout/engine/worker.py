@@ -20,6 +20,7 @@ from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import make_engine
 from quintet.rollout.engine.sequence import Decode, Finished, OnToken, check_params
 from quintet.rollout.engine.sync import EngineStats, SyncEngine
+from quintet.rollout.metered import MeteredWorker
 from quintet.types import Group, GroupId, Health, QuintetError, Rollout, SamplingParams, Span, WeightRef
 from quintet.weights import open_weights
 
@@ -55,7 +56,7 @@ class _Call:
             self.future.set_result([r for row in self._places for r in row if r is not None])
 
 
-class EngineWorker:
+class EngineWorker(MeteredWorker):
     """`RolloutWorker` over any `SyncEngine`. All engine calls happen in one thread, between or in steps.
 
     Concurrent `generate` calls share the engine's batch. An exception in the engine ends what was in flight with
@@ -338,12 +339,12 @@ def _metrics(last: EngineStats, now: EngineStats) -> dict[str, float]:
     prompt = now.prompt_tokens - last.prompt_tokens
     computed = now.computed_prompt_tokens - last.computed_prompt_tokens
     return {
-        "rollout/engine_tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0,
-        "rollout/sampled_tokens": float(tokens),
-        "rollout/preemptions": float(now.preemptions - last.preemptions),
-        "rollout/prefix_shared_frac": 1.0 - computed / prompt if prompt else 0.0,
-        "rollout/weights_load_s": now.update_s - last.update_s,
-        "rollout/running": float(now.running),
-        "rollout/waiting": float(now.waiting),
-        "rollout/kv_used": now.kv_used,
+        "engine/tokens_per_s": tokens / busy_s if busy_s > 0 else 0.0,
+        "engine/sampled_tokens": float(tokens),
+        "engine/preemptions": float(now.preemptions - last.preemptions),
+        "engine/prefix_shared_frac": 1.0 - computed / prompt if prompt else 0.0,
+        "engine/weights_load_s": now.update_s - last.update_s,
+        "engine/running": float(now.running),
+        "engine/waiting": float(now.waiting),
+        "engine/kv_used": now.kv_used,
     }
