@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.rollout.engine.model import RopeTable, rms_norm, rotate
+from quintet.models.decoder.forward import RopeTable, rms_norm, rotate
+from quintet.models.decoder.spec import ModelSpec
+from quintet.models.decoder.weights import LayerWeights
 from quintet.rollout.engine.sampling import SamplingRows, sample
-from quintet.rollout.engine.spec import ModelSpec
 from quintet.rollout.engine.step import PAGE, Step
-from quintet.rollout.engine.weights import FusedWeights, LayerWeights
+from quintet.rollout.engine.weights import FusedWeights
 
 _FIRST_PAGES = 64
 _MAX_SCORES = 2**24  # attention scores held at once
