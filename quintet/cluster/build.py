@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from quintet.config import RunConfig
 from quintet.data.dataset import build_prompts, describe_skipped, load_rows
 from quintet.models.config import ModelConfig
+from quintet.models.decoder.numerics import Kernels
 from quintet.models.device import resolve_device, resolve_dtype
 from quintet.models.loader import load_hf_config, load_model, load_tokenizer
 from quintet.models.lora import apply_lora, merged_state_dict
@@ -25,6 +26,7 @@ from quintet.protocols import RolloutWorker
 from quintet.rollout.agent_loop import AgentLoopWorker
 from quintet.rollout.environments import AGENT, VERIFIERS, EnvironmentFactory, check_environment, is_agent, load
 from quintet.rollout.factory import check_rollout_config, make_rollout_worker
+from quintet.train.exact import trainer_kernels
 from quintet.train.offline import Example, sft, warm_start_config
 from quintet.types import Prompt, QuintetError, SamplingParams
 from quintet.weights.file import FileStore
@@ -112,6 +114,12 @@ def engine_worker(config: RunConfig, base: Base, model: nn.Module, version: int)
         version=version,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def shared_kernels(config: RunConfig, policy: nn.Module) -> Kernels | None:
+    """The arithmetic of the reproducible engine, for a train worker whose log-probabilities are to be the sampler's."""
+    reproducible = config.rollout.numerics == "reproducible"
+    return trainer_kernels(policy, config.rollout.page_size) if reproducible else None
 
 
 def in_environment(config: RunConfig, base: Base, engine: RolloutWorker) -> RolloutWorker:

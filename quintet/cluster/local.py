@@ -27,6 +27,7 @@ from quintet.cluster.build import (
     load_data,
     load_policy,
     sampling_params,
+    shared_kernels,
     warm_start,
     weight_store,
     with_adapters,
@@ -132,6 +133,7 @@ class LocalRun:
             seed=self.config.seed,
             on_span=self._timeline,
             stopping=lambda: self._stop.is_set,
+            kernels=shared_kernels(self.config, model),
         )
         if checkpoint is not None:
             await train.load_checkpoint(str(checkpoint))

@@ -21,7 +21,7 @@ import torch
 from quintet.algorithms.advantage import compute_advantages
 from quintet.algorithms.presets import Algorithm, resolve
 from quintet.buffer.reading import DamagedJournal, DamagedRow, JournalReader
-from quintet.cluster.build import Base, load_policy, with_adapters
+from quintet.cluster.build import Base, load_policy, shared_kernels, with_adapters
 from quintet.cluster.folder import RunFolder
 from quintet.cluster.inspection import Inspection, inspect_update
 from quintet.config import RunConfig, diff, load_config, save
@@ -145,8 +145,9 @@ def _train_worker(config: RunConfig, base: Base, folder: RunFolder, algorithm: A
     if config.warm_start.steps > 0 and start is None:
         raise QuintetError(f"{folder.root}: the warm start was not finished; there is no step to replay")
     policy = load_policy(config.model, start=start)
+    model = with_adapters(policy, config.model, config.seed)
     return LocalTrainWorker(
-        with_adapters(policy, config.model, config.seed),
+        model,
         tokenizer=base.tokenizer,
         config=config.train,
         algorithm=algorithm,
@@ -155,6 +156,7 @@ def _train_worker(config: RunConfig, base: Base, folder: RunFolder, algorithm: A
         dtype=base.dtype,
         store=MemoryStore(),
         seed=config.seed,
+        kernels=shared_kernels(config, model),
     )
 
 

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from functools import partial
 from typing import Any, TextIO
 
 SERVED = ((0, 2), (0, 4))  # versions of verifiers: from, below. Both ends have other signatures
@@ -76,9 +77,12 @@ class Server:
                 continue
             task = asyncio.ensure_future(self._answer(request))
             self._running[request["id"]] = task
-            task.add_done_callback(lambda _, key=request["id"]: self._running.pop(key))
+            task.add_done_callback(partial(self._forget, request["id"]))
         for task in self._running.values():
             task.cancel()
+
+    def _forget(self, key: str, _: asyncio.Task[None]) -> None:
+        del self._running[key]
 
     async def _answer(self, request: dict[str, Any]) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,29 +59,44 @@ def require_peft() -> None:
         )
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Detached weights under the plain names of the Hugging Face model; tied copies (the head's) left out.
+class PlainWeights(Mapping[str, Tensor]):
+    """A model's weights as they are now under the plain names of the Hugging Face model; tied copies (the head's) are
+    left out. The tensors are the model's own parameters, through which gradients flow.
 
-    Adapted weights are new tensors W + (alpha / r) B A, formed in float32 and kept so, whatever dtype
-    the base has (at 1.0 bfloat16 is spaced by 2^-7, so a merge there would lose most updates); all
-    others share storage with the model. The model itself is not touched. LoRA: arXiv 2106.09685.
+    Adapted weights (unless adapters are disabled just then) are new tensors W + (alpha / r) B A, formed when asked for,
+    in float32 and kept so, whatever dtype the base has (at 1.0 bfloat16 is spaced by 2^-7, so a merge there would lose
+    most updates). The model itself is not touched. LoRA: arXiv 2106.09685.
 
     Raises QuintetError for a quantised base and for adapters that are not plain LoRA.
     """
-    base = base_model(model)
-    tied = set(base.all_tied_weights_keys)
-    if base is model:
-        return {name: tensor.detach() for name, tensor in base.state_dict().items() if name not in tied}
-    _refuse_quantised_base(base)
-    layers = _adapted_layers(base)
-    merged: dict[str, Tensor] = {}
-    for name, tensor in base.state_dict().items():
-        if ".lora_" in name or name in tied:
-            continue
-        owner, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
-        adapted = leaf == "weight" and owner in layers
-        merged[f"{owner}.{leaf}"] = _merge(layers[owner]) if adapted else tensor.detach()
-    return merged
+
+    def __init__(self, model: nn.Module) -> None:
+        base = base_model(model)
+        tied = set(base.all_tied_weights_keys)
+        if base is not model:
+            _refuse_quantised_base(base)
+        self._layers = {} if base is model else _adapted_layers(base)
+        self._tensors = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in base.state_dict(keep_vars=True).items()
+            if ".lora_" not in name and name not in tied
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        return _merge(self._layers[owner]) if leaf == "weight" and owner in self._layers else self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@torch.no_grad()
+def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """`PlainWeights`, detached; what is not adapted shares storage with the model."""
+    return {name: tensor.detach() for name, tensor in PlainWeights(model).items()}
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -115,11 +130,10 @@ def _extras(layer: Any) -> bool:
     return layer.fan_in_fan_out or any(layer.lora_variant.values()) or any(layer.lora_bias.values())
 
 
-@torch.no_grad()
 def _merge(layer: Any) -> Tensor:
-    weight = layer.get_base_layer().weight.detach().to(torch.float32)
-    for adapter in layer.active_adapters:
-        down_RI, up_OR = (part[adapter].weight.detach().float() for part in (layer.lora_A, layer.lora_B))
+    weight: Tensor = layer.get_base_layer().weight.to(torch.float32)
+    for adapter in [] if layer.disable_adapters else layer.active_adapters:
+        down_RI, up_OR = (part[adapter].weight.float() for part in (layer.lora_A, layer.lora_B))
         weight = weight + layer.scaling[adapter] * (up_OR @ down_RI)
     return weight
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -23,9 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from quintet.models.decoder.numerics import Kernels
 from quintet.models.lora import base_model
 from quintet.train import attention
+from quintet.train.exact import ExactDecoder
 from quintet.train.head import (
+    Head,
     HeadConfig,
     LogitTransform,
     distribution_kl,
@@ -64,7 +67,7 @@ class ReferenceRows:
     """What the reference says of the same N loss tokens: hidden states and the head over them."""
 
     hidden_ND: Tensor
-    head: nn.Linear
+    head: Head
     direction: str
 
 
@@ -72,7 +75,8 @@ class PolicyForward:
     """Computes log-probabilities of `model`'s policy at a temperature.
 
     The model's attention is replaced while this object is in use; `release()` gives it back. `dtype`
-    bfloat16 means autocast over the float32 weights.
+    bfloat16 means autocast over the float32 weights. With `kernels`, those of the reproducible engine, the model is
+    left alone and the log-probabilities are the engine's, bit for bit.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class PolicyForward:
         shared_prompt: bool = True,
         head_chunk_tokens: int = 1024,
         activation_checkpointing: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model = model
         self._base = base_model(model)
@@ -91,12 +96,19 @@ class PolicyForward:
         self._temperature = temperature
         self.device = next(model.parameters()).device
         transform = LogitTransform.from_config(self._base.config)
-        self._head_config = HeadConfig(temperature, head_chunk_tokens, dtype, transform)
+        self._head_config = HeadConfig(temperature, head_chunk_tokens, dtype, transform, kernels)
         self._kernel: attention.Kernel | None = None
         self._head: nn.Linear | None = None
+        self._exact: ExactDecoder | None = None
+        self._recomputed: list[nn.Module] = []
         self.layout = Layout.PADDED
-        self._choose(Layout.SHARED if shared_prompt else Layout.PACKED)
-        self._recomputed = _recompute_layers(self._base) if activation_checkpointing else []
+        wanted = Layout.SHARED if shared_prompt else Layout.PACKED
+        if kernels is not None:
+            self._use(ExactDecoder(model, kernels, recompute=activation_checkpointing), wanted)
+            return
+        self._choose(wanted)
+        if activation_checkpointing:
+            self._recomputed = _recompute_layers(self._base)
 
     def __call__(self, samples: Sequence[TokenSample], reference: ReferenceRows | None = None) -> TokenLogprobs:
         """Log-probabilities and entropies at the loss tokens of B samples, and with `reference` the KL of the whole
@@ -115,8 +127,10 @@ class PolicyForward:
         return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows, loss.scatter(kl_N))
 
     @property
-    def plain_head(self) -> nn.Linear:
+    def plain_head(self) -> Head:
         """Raises QuintetError for a model whose logits are no linear map of its hidden states."""
+        if self._exact is not None:
+            return self._exact.head
         if self._head is None:
             raise QuintetError(
                 f"algorithm.kl full needs a model with a plain output head; {type(self._base).__name__} has none\n"
@@ -128,9 +142,16 @@ class PolicyForward:
         """The decoder's last hidden states [N, D] of the rows that predict the N loss tokens, where these are, and
         the tokens that went through the decoder: for a head that is not the language model's."""
         enabled = self._dtype == torch.bfloat16
-        inputs, loss = self._laid_out(samples, self.layout)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
+            return self._decoded(samples, self.layout)
+
+    def _decoded(self, samples: Sequence[TokenSample], layout: Layout) -> tuple[Tensor, LossRows, int]:
+        """As `hidden_states`, within the caller's autocast."""
+        if self._exact is not None and layout is not Layout.PADDED:
+            row = pack(samples, shared_prompt=layout is Layout.SHARED, device=self.device)
+            return self._exact.hidden(row, row.loss.source_N), row.loss, row.input_ids_1T.numel()
+        inputs, loss = self._laid_out(samples, layout)
+        hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
         return hidden[loss.source_N], loss, inputs["input_ids"].numel()
 
     def training_mode(self) -> None:
@@ -152,14 +173,13 @@ class PolicyForward:
     def _loss_tokens(
         self, samples: Sequence[TokenSample], layout: Layout, head_config: HeadConfig
     ) -> tuple[Tensor, Tensor, LossRows, int]:
-        inputs, loss = self._laid_out(samples, layout)
-        if self._head is None:
+        if self._head is None and self._exact is None:
+            inputs, loss = self._laid_out(samples, layout)
             logits = self._base(use_cache=False, **inputs).logits.flatten(0, 1)
             values = logprobs_from_logits(logits[loss.source_N], loss.target_N, head_config.temperature)
-        else:
-            hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
-            values = token_logprobs(hidden[loss.source_N], self._head, loss.target_N, head_config)
-        return *values, loss, inputs["input_ids"].numel()
+            return *values, loss, inputs["input_ids"].numel()
+        hidden_ND, loss, rows = self._decoded(samples, layout)
+        return *token_logprobs(hidden_ND, self.plain_head, loss.target_N, head_config), loss, rows
 
     def _laid_out(self, samples: Sequence[TokenSample], layout: Layout) -> tuple[dict[str, Any], LossRows]:
         """Keyword arguments of the decoder, and where the loss tokens are."""
@@ -171,6 +191,21 @@ class PolicyForward:
         assert self._kernel is not None
         plan = attention.AttentionPlan(row, self._kernel)
         return {"input_ids": row.input_ids_1T, "position_ids": row.position_ids_1T, "attention_plan": plan}, row.loss
+
+    def _use(self, decoder: ExactDecoder, wanted: Layout) -> None:
+        """Raises QuintetError for a model whose own forward says something else."""
+        was_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        probe = _probe_samples(self._base.config.get_text_config().vocab_size)
+        expected_N = self._probe(probe, Layout.PADDED)
+        self._exact, self.layout = decoder, wanted
+        if not _agree(self._probe(probe, wanted), expected_N):
+            raise QuintetError(
+                f"rollout.numerics: reproducible computes another model than {type(self._base).__name__} does.\n"
+                "Set rollout.numerics: fast."
+            )
+        for module in was_training:
+            module.training = True
 
     def _choose(self, wanted: Layout) -> None:
         """Set layout and head: the model's config proposes, a comparison with its plain forward decides."""
@@ -201,7 +236,7 @@ class PolicyForward:
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[TokenSample], layout: Layout) -> Tensor:
-        exact = HeadConfig(1.0, self._head_config.chunk_tokens, torch.float32, self._head_config.transform)
+        exact = replace(self._head_config, temperature=1.0, dtype=torch.float32)
         with torch.autocast(self.device.type, enabled=False):
             return self._loss_tokens(samples, layout, exact)[0]
 

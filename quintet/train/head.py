@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+
+from quintet.models.decoder.mass import block_sums, log_share
+from quintet.models.decoder.numerics import Kernels
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,20 @@ class HeadConfig:
     chunk_tokens: int
     dtype: torch.dtype
     transform: LogitTransform
+    kernels: Kernels | None = None  # None: torch's own product
 
 
-def token_logprobs(hidden_ND: Tensor, head: nn.Linear, target_N: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
+class HeadWeights(NamedTuple):
+    """What `nn.Linear` has, for a head that is no module."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None
+
+
+Head = nn.Linear | HeadWeights
+
+
+def token_logprobs(hidden_ND: Tensor, head: Head, target_N: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row's distribution, float32 [N] each, differentiable."""
     with torch.autocast(hidden_ND.device.type, enabled=False):
         return _ChunkedHead.apply(hidden_ND, head.weight, head.bias, target_N, config)
@@ -76,11 +91,14 @@ class _ChunkedHead(torch.autograd.Function):
         for rows in _chunks(len(target_N), config.chunk_tokens):
             del z_CV  # before the next chunk is made, so that one exists at a time
             z_CV = _logits(hidden_ND[rows], weight, bias_V, config)
-            lse_N[rows] = z_CV.logsumexp(dim=-1)
-            logprobs_N[rows] = z_CV.gather(1, target_N[rows, None])[:, 0] - lse_N[rows]
-            p_CV = z_CV.sub(lse_N[rows, None]).exp_()
-            entropy_N[rows] = lse_N[rows] - torch.linalg.vecdot(p_CV, z_CV)
-            del p_CV
+            peak_C1 = z_CV.amax(dim=-1, keepdim=True)
+            mass_CV = z_CV - peak_C1
+            chosen_C = mass_CV.gather(1, target_N[rows, None])[:, 0]
+            cumulative_CN = block_sums(mass_CV.exp_()).cumsum(-1)
+            logprobs_N[rows] = log_share(chosen_C, cumulative_CN)
+            lse_N[rows] = peak_C1[:, 0] + cumulative_CN[:, -1].log().float()
+            entropy_N[rows] = lse_N[rows] - torch.linalg.vecdot(mass_CV, z_CV) / cumulative_CN[:, -1].float()
+            del mass_CV
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, z_CV)
         ctx.config = config
         ctx.set_materialize_grads(False)
@@ -105,9 +123,9 @@ class _ChunkedHead(torch.autograd.Function):
 
 def distribution_kl(
     hidden_ND: Tensor,
-    head: nn.Linear,
+    head: Head,
     ref_hidden_ND: Tensor,
-    ref_head: nn.Linear,
+    ref_head: Head,
     config: HeadConfig,
     *,
     direction: str,
@@ -209,7 +227,12 @@ class _Rows(NamedTuple):
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, config: HeadConfig) -> Tensor:
     """Scaled, capped and tempered logits, float32 [C, V]."""
-    z_CV = (hidden_CD.to(config.dtype) @ weight_VD.t()).float()
+    if config.kernels is None:
+        z_CV = (hidden_CD.to(config.dtype) @ weight_VD.t()).float()
+    else:
+        rows = len(hidden_CD)
+        padded_CD = F.pad(hidden_CD, (0, 0, 0, -rows % config.kernels.row_tile))
+        z_CV = config.kernels.linear(padded_CD, weight_VD, None)[:rows]
     if bias_V is not None:
         z_CV += bias_V
     if config.transform.scale != 1.0:

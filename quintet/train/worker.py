@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quintet.algorithms.presets import Algorithm
+from quintet.models.decoder.numerics import Kernels
 from quintet.models.export import save_hf_folder
 from quintet.models.lora import merged_state_dict
 from quintet.models.tokenizer import Tokenizer
@@ -50,7 +51,9 @@ class LocalTrainWorker:
     base under the adapters (LoRA), or a copy of `model` as it is now; a critic, where the algorithm has one, starts
     from a copy too. `dtype` bfloat16 means autocast over float32 weights. `on_span` is told of each forward, backward
     and optimizer step, from the worker's thread. Once `stopping()` is true, work that has changed no weight yet ends
-    after the micro-batch in progress, with StepAbandoned. Raises `QuintetError` for options that cannot go together.
+    after the micro-batch in progress, with StepAbandoned. `kernels`: those of the reproducible engine
+    (`train.exact.trainer_kernels`), for log-probabilities equal to the sampler's. Raises `QuintetError` for options
+    that cannot go together.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class LocalTrainWorker:
         seed: int = 0,
         on_span: Callable[[Span], None] = lambda span: None,
         stopping: Callable[[], bool] = lambda: False,
+        kernels: Kernels | None = None,
     ) -> None:
         if (message := config.conflict()) is not None:
             raise QuintetError(message)
@@ -87,6 +91,7 @@ class LocalTrainWorker:
         self._config = config
         self._algorithm = algorithm
         self._store = store
+        self._kernels = kernels
         self._reference = _reference(model, ref_model, algorithm)
         value_model = ValueModel(model) if algorithm.needs_values else None  # a copy, before the attention is replaced
         self._forward = self._policy_forward(model, temperature, dtype)
@@ -161,6 +166,7 @@ class LocalTrainWorker:
             shared_prompt=self._config.shared_prompt,
             head_chunk_tokens=self._config.head_chunk_tokens,
             activation_checkpointing=self._config.activation_checkpointing,
+            kernels=self._kernels,
         )
 
     def _prepare(self, batch: ExperienceBatch) -> ExperienceBatch:

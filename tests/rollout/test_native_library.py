@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from quintet.models.decoder.spec import read_spec
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import choose_model
 from quintet.rollout.engine.members import Extra, Prompt, extra_step
 from quintet.rollout.engine.native.library import NativeUnavailable, load_library
 from quintet.rollout.engine.native.model import NativeModel
 from quintet.rollout.engine.slots import Slots
-from quintet.rollout.engine.spec import read_spec
 from quintet.types import QuintetError
 from tests.rollout.small_models import make_engine, make_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quintet.rollout.engine.numerics import ReproducibleKernels, reproducible_kernels, settle_row_counts
+from quintet.models.decoder.numerics import ReproducibleKernels, reproducible_kernels, settle_row_counts
 from quintet.types import QuintetError, SamplingParams
 from tests.rollout.small_models import (
     finish,
@@ -98,8 +98,8 @@ def test_only_row_counts_that_agree_are_used_and_kernels_that_never_do_are_refus
 def test_a_matrix_product_has_one_of_the_settled_numbers_of_rows(monkeypatch):
     kernels, seen = ReproducibleKernels(16), []
     kernels.row_counts = (64, 16)
-    plain = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: seen.append(len(x)) or plain(x, *rest))
+    plain = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, *rest, out: seen.append(len(x)) or plain(x, *rest, out=out))
     x, weight = torch.randn(176, 8), torch.randn(4, 8)
     torch.testing.assert_close(kernels.linear(x, weight, None), x @ weight.T)
     assert seen == [64, 64, 16, 16, 16]

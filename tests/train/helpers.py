@@ -109,7 +109,7 @@ def make_worker(model: torch.nn.Module, algorithm: dict[str, Any] | None = None,
     """A worker on `model`; `options` beside the constructor's own are those of `TrainConfig`."""
     own = {
         k: options.pop(k)
-        for k in ("temperature", "total_steps", "store", "ref_model", "dtype", "stopping")
+        for k in ("temperature", "total_steps", "store", "ref_model", "dtype", "stopping", "kernels")
         if k in options
     }
     return LocalTrainWorker(

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.rollout.engine.numerics import Kernels
-from quintet.rollout.engine.spec import ModelSpec
+from quintet.models.decoder.numerics import Kernels
+from quintet.models.decoder.spec import ModelSpec
 
 _MAX_SCORES = 2**24  # attention scores held at once by one chunk
 _MAX_GATHER = 2**26  # numbers of gathered keys held at once by one chunk

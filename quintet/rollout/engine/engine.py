@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from quintet.models.decoder.numerics import reproducible_kernels, settle_row_counts
+from quintet.models.decoder.spec import read_spec
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.attention import Planner, Segment
 from quintet.rollout.engine.kv_cache import KVCache
 from quintet.rollout.engine.model import DecoderModel
-from quintet.rollout.engine.numerics import reproducible_kernels, settle_row_counts
 from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sample
 from quintet.rollout.engine.scheduler import Scheduler, Work
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
-from quintet.rollout.engine.spec import read_spec
 from quintet.rollout.engine.sync import EngineStats
 from quintet.types import FinishReason, Group, GroupId, SamplingParams
 

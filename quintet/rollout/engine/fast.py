@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 from torch import Tensor
 
+from quintet.models.decoder.spec import ModelSpec
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.members import Decoding, Extra, Prompt, decoding_step, extra_step
 from quintet.rollout.engine.prefix_cache import Node, PrefixCache
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.slots import Slots, State
-from quintet.rollout.engine.spec import ModelSpec
 from quintet.rollout.engine.step import PAGE, StepModel
 from quintet.rollout.engine.sync import EngineStats
 from quintet.types import FinishReason, Group, GroupId, SamplingParams

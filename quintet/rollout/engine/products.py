@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.rollout.engine.spec import ModelSpec
+from quintet.models.decoder.spec import ModelSpec
 from quintet.rollout.engine.weights import FusedWeights
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quintet.models.decoder.mass import BLOCK, block_sums, log_share
 from quintet.types import GroupId
 
-BLOCK = 256  # vocabulary entries summed at once
 _NUCLEUS_GUESS = 1024  # top-p first looks at this many largest probabilities; rows that need more are sorted
 
 
@@ -72,30 +72,27 @@ def sample(logits_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         scaled_BV = logits_BV / torch.from_numpy(scale.astype(np.float32)).to(device)[:, None]
     shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     mass_BV = _truncate(shifted_BV.exp(), shifted_BV, rows, ~greedy)
-    ids_B, total_B = _invert_cdf(mass_BV, torch.from_numpy(rows.uniform).to(device))
+    cumulative_BN = (sums_BN := block_sums(mass_BV)).cumsum(-1)
+    ids_B = _invert_cdf(mass_BV, sums_BN, cumulative_BN, torch.from_numpy(rows.uniform).to(device))
     if greedy.any():
         ids_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(-1), ids_B)
-    chosen_B = shifted_BV.gather(1, ids_B[:, None]).squeeze(1).double()
-    return ids_B, (chosen_B - total_B.log()).float()
+    return ids_B, log_share(shifted_BV.gather(1, ids_B[:, None]).squeeze(1), cumulative_BN)
 
 
-def _invert_cdf(mass_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest index whose cumulative mass exceeds `uniform * total`; also the total, float64."""
+def _invert_cdf(mass_BV: Tensor, sums_BN: Tensor, cumulative_BN: Tensor, uniform_B: Tensor) -> Tensor:
+    """Smallest index whose cumulative mass exceeds `uniform * total`. `sums_BN`: `block_sums` of the mass."""
     rows, vocabulary = mass_BV.shape
     if vocabulary % BLOCK:
         mass_BV = F.pad(mass_BV, (0, BLOCK - vocabulary % BLOCK))
     blocks_BNK = mass_BV.view(rows, -1, BLOCK)
-    sums_BN = blocks_BNK.sum(-1).double()
-    cumulative_BN = sums_BN.cumsum(-1)
-    total_B = cumulative_BN[:, -1]
-    target_B = uniform_B * total_B
+    target_B = uniform_B * cumulative_BN[:, -1]
     block_B = _first_above(cumulative_BN, target_B, sums_BN > 0)
     below_B = (cumulative_BN.gather(1, block_B[:, None]) - sums_BN.gather(1, block_B[:, None])).squeeze(1)
     share_B = (target_B - below_B).clamp_min(0.0) / sums_BN.gather(1, block_B[:, None]).squeeze(1)
     inner_BK = blocks_BNK[torch.arange(rows, device=mass_BV.device), block_B].double()
     inner_cumulative_BK = inner_BK.cumsum(-1)
     offset_B = _first_above(inner_cumulative_BK, share_B * inner_cumulative_BK[:, -1], inner_BK > 0)
-    return block_B * BLOCK + offset_B, total_B
+    return block_B * BLOCK + offset_B
 
 
 def _first_above(cumulative_BN: Tensor, target_B: Tensor, positive_BN: Tensor) -> Tensor:

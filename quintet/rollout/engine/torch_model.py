@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quintet.rollout.engine.model import RopeTable, rms_norm
+from quintet.models.decoder.forward import RopeTable, rms_norm
+from quintet.models.decoder.spec import ModelSpec
 from quintet.rollout.engine.products import Layer, PackedWeights
 from quintet.rollout.engine.sampling import SamplingRows, sample
-from quintet.rollout.engine.spec import ModelSpec
 from quintet.rollout.engine.step import PAGE, Step
 
 _FIRST_PAGES = 64

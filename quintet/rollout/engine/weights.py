@@ -1,31 +1,15 @@
-"""A Llama-style decoder's weights in fused storage: q, k, v are one matrix, gate and up another."""
+"""Fused storage of a Llama-style decoder's weights, filled by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quintet.models.decoder.spec import ModelSpec
+from quintet.models.decoder.weights import EMBEDDING, HEAD, LAYER_PARTS, NORM, LayerWeights, layer_name
 from quintet.rollout.engine.loading import load_weights
-from quintet.rollout.engine.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    input_norm: Tensor
-    qkv: Tensor  # [(heads + 2 kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor  # [hidden, heads * head_dim]
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
 
 
 class FusedWeights:
@@ -70,30 +54,16 @@ class FusedWeights:
 
     def _named_targets(self) -> dict[str, Tensor]:
         """Hugging Face name -> the part of the fused storage it is copied into."""
-        targets = {
-            "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm,
-            "lm_head.weight": self.head,
-        }
-        for index, layer in enumerate(self.layers):
-            for name, tensor in self._layer_targets(layer).items():
-                targets[f"model.layers.{index}.{name}"] = tensor
-        return targets
-
-    def _layer_targets(self, layer: LayerWeights) -> dict[str, Tensor]:
         spec = self._spec
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        fused = {
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): (layer.qkv, layer.qkv_bias, [q, kv, kv]),
-            ("mlp.gate_proj", "mlp.up_proj"): (layer.gate_up, layer.gate_up_bias, [spec.intermediate_size] * 2),
-            ("self_attn.o_proj",): (layer.output, layer.output_bias, [spec.hidden_size]),
-            ("mlp.down_proj",): (layer.down, layer.down_bias, [spec.hidden_size]),
-        }
-        targets = {"input_layernorm.weight": layer.input_norm, "post_attention_layernorm.weight": layer.mlp_norm}
-        if layer.q_norm is not None and layer.k_norm is not None:
-            targets |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
-        for names, (weight, bias, sizes) in fused.items():
-            targets |= {f"{n}.weight": part for n, part in zip(names, weight.split(sizes), strict=True)}
-            if bias is not None:
-                targets |= {f"{n}.bias": part for n, part in zip(names, bias.split(sizes), strict=True)}
+        sizes = {1: None, 2: [spec.intermediate_size] * 2, 3: [q, kv, kv]}
+        targets = {EMBEDDING: self.embedding, NORM: self.norm, HEAD: self.head}
+        for index, layer in enumerate(self.layers):
+            for field, names in LAYER_PARTS.items():
+                fused: Tensor | None = getattr(layer, field)
+                if fused is None:
+                    continue
+                split = sizes[len(names)]
+                parts = (fused,) if split is None else fused.split(split)
+                targets |= {layer_name(index, name): part for name, part in zip(names, parts, strict=True)}
         return targets

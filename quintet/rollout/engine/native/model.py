@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quintet.models.decoder.forward import RopeTable
+from quintet.models.decoder.spec import ModelSpec, tensor_shapes, tied_names
 from quintet.rollout.engine.loading import check_weights
-from quintet.rollout.engine.model import RopeTable
 from quintet.rollout.engine.native.library import Library
-from quintet.rollout.engine.spec import ModelSpec, tensor_shapes, tied_names
 from quintet.rollout.engine.step import PAGE, Step
 
 # As `enum Part` in model.h

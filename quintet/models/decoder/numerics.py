@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from quintet.models.decoder.ops import BlockAttention, Gated, RowLinear
 from quintet.types import QuintetError
 
 ROW_COUNTS = (256, 128, 64, 32, 16, 8)  # rows of a matrix product, the largest first; each divides those before it
@@ -47,7 +47,8 @@ class Kernels(Protocol):
     def attend(self, q_NRD: Tensor, k_NSD: Tensor, v_NSD: Tensor, bias: Tensor) -> Tensor:
         """Attention of R query rows over S keys for N = sequences x KV heads.
 
-        `bias` [sequences, 1, R or 1, S] is 0 where a key may be seen and -inf elsewhere; every row sees some key.
+        `bias` [sequences or 1, 1, R or 1, S up to a whole number of blocks] is 0 where a key may be seen and -inf
+        elsewhere; every row sees some key.
         """
         ...
 
@@ -65,10 +66,8 @@ class ReproducibleKernels:
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """The number of rows is a multiple of `row_tile`."""
-        parts = x_TK.split(self._sizes(x_TK.shape[0]))
-        if len(parts) == 1:
-            return F.linear(x_TK, weight_NK, bias_N)
-        return torch.cat([F.linear(part, weight_NK, bias_N) for part in parts])
+        out: Tensor = RowLinear.apply(x_TK, weight_NK, bias_N, self._sizes(x_TK.shape[0]))
+        return out
 
     def _sizes(self, rows: int) -> list[int]:
         """`rows` as a sum of `row_counts`, the largest first."""
@@ -81,25 +80,12 @@ class ReproducibleKernels:
         return sizes
 
     def gated(self, gate_up_TI: Tensor) -> Tensor:
-        gate, up = gate_up_TI.chunk(2, dim=-1)
-        gate = gate.contiguous()
-        return gate / (gate.neg().exp_() + 1.0) * up
+        out: Tensor = Gated.apply(gate_up_TI)
+        return out
 
     def attend(self, q_NRD: Tensor, k_NSD: Tensor, v_NSD: Tensor, bias: Tensor) -> Tensor:
-        n, rows, width = q_NRD.shape
-        parts = [slice(at, at + self.key_block) for at in range(0, k_NSD.shape[1], self.key_block)]
-        scores = [torch.bmm(q_NRD, k_NSD[:, part].transpose(1, 2)) for part in parts]
-        peak_NR1 = q_NRD.new_full((n, rows, 1), -torch.inf)
-        for part, block in zip(parts, scores, strict=True):
-            block.view(bias.shape[0], -1, rows, self.key_block).add_(bias[..., part])
-            peak_NR1 = torch.maximum(peak_NR1, block.amax(-1, keepdim=True))
-        out_NRD = q_NRD.new_zeros(n, rows, width)
-        total_NR1 = q_NRD.new_zeros(n, rows, 1)
-        for part, block in zip(parts, scores, strict=True):
-            weights = block.sub_(peak_NR1).exp_()
-            total_NR1 += weights.sum(-1, keepdim=True)
-            out_NRD.baddbmm_(weights, v_NSD[:, part])
-        return out_NRD / total_NR1
+        out: Tensor = BlockAttention.apply(q_NRD, k_NSD, v_NSD, bias, self.key_block)
+        return out
 
 
 def reproducible_kernels(page_size: int, dtype: torch.dtype) -> ReproducibleKernels:
