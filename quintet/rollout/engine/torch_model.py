@@ -40,7 +40,7 @@ class TorchModel:
     """`StepModel`; the cache grows as pages are first used."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, pages: int) -> None:
-        self._spec, self._device, self._dtype = spec, device, dtype
+        self._spec, self._device, self.dtype = spec, device, dtype
         self._weights = FusedWeights(spec, device, dtype)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
         self._capacity = pages + 1
@@ -57,6 +57,19 @@ class TorchModel:
     def clear_pages(self, pages: np.ndarray) -> None:
         held = pages[pages < self._kv.shape[2]]
         self._kv[:, :, torch.from_numpy(held).to(self._device, torch.int64)] = 0.0
+
+    @torch.inference_mode()
+    def read_kv(self, pages: np.ndarray, counts: np.ndarray) -> Tensor:
+        where, offset = _token_places(pages, counts)
+        rows = self._kv[:, :, self._tensor(where), :, self._tensor(offset)]  # [tokens, 2, layers, kv_heads, head_dim]
+        return rows.permute(1, 2, 3, 0, 4).to("cpu").contiguous()
+
+    @torch.inference_mode()
+    def write_kv(self, pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
+        self._grow(int(pages.max(initial=0)))
+        where, offset = _token_places(pages, counts)
+        rows = kv.to(self._device).permute(3, 0, 1, 2, 4)
+        self._kv[:, :, self._tensor(where), :, self._tensor(offset)] = rows
 
     @torch.inference_mode()
     def run(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +112,7 @@ class TorchModel:
         return F.linear(last, self._weights.head).float()
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.float(), self._spec.norm_eps).to(self._dtype)
+        return rms_norm(x, weight.float(), self._spec.norm_eps).to(self.dtype)
 
     def _project(self, layer: LayerWeights, x_TE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (scaled), keys and values [T, heads, head_dim]."""
@@ -111,7 +124,7 @@ class TorchModel:
             q = rms_norm(q, layer.q_norm.float(), spec.norm_eps)
             k = rms_norm(k, layer.k_norm.float(), spec.norm_eps)
         q = rotate(q, cos, sin) * spec.head_dim**-0.5
-        return q.to(self._dtype), rotate(k, cos, sin).to(self._dtype), v
+        return q.to(self.dtype), rotate(k, cos, sin).to(self.dtype), v
 
     def _attend(self, q_THD: Tensor, keys: Tensor, values: Tensor, parts: list[list[Part]]) -> Tensor:
         """Both kinds of parts, merged by their maxima and sums (arXiv 1805.02867); [T, heads * head_dim]."""
@@ -206,6 +219,12 @@ class TorchModel:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
+
+
+def _token_places(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page of each token, and its place in it."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(pages, counts), within
 
 
 def _alike(tokens: np.ndarray, pages: np.ndarray, heads: int) -> Iterator[np.ndarray]:
