@@ -21,6 +21,8 @@ serve_app.command("reward", epilog=examples(
 serve_app.command("rollout", epilog=examples(
     "quintet serve rollout --model builtin:smollm2-135m --port 8000",
     "quintet serve rollout --model runs/first/final --port 8000 --weights-root runs/weights",
+    "quintet serve rollout --model NAME --port 8001 --role prefill",
+    "quintet serve rollout --model NAME --port 8002 --role decode --prefill-url http://127.0.0.1:8001",
 ))(serve_rollout)  # fmt: skip
 serve_app.command("gateway", epilog=examples(
     "quintet serve gateway --model builtin:smollm2-135m --port 8000",

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class Role(StrEnum):
+    """What a rollout server does for others: whole answers, or one half of them (embedded engine, fast numerics)."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class ToolConfig(BaseModel):
@@ -93,6 +102,10 @@ class RolloutConfig(BaseModel):
     )
     prefill_tokens: int = Field(1024, gt=0, description="prompt tokens prefilled per engine step at most")
     urls: list[str] = Field(default_factory=list, description="engine http: servers of `quintet serve rollout`")
+    prefill_urls: list[str] = Field(
+        default_factory=list,
+        description="engine http: servers with --role prefill; those of `urls` are then servers with --role decode",
+    )
     router: str = Field("sticky", description="engine http: sticky, prefix, power_of_two, round_robin, or module:Class")
     weights_dir: str | None = Field(
         None, description="engine http: where weights are published, below the servers' --weights-root"

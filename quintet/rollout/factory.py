@@ -33,7 +33,7 @@ _METHODS = ("generate", "update_weights", "health_check", "abort")
 _REPRODUCIBLE_ONLY = ("page_size",)
 _FAST_ONLY = ("kernels", "prefix_cache_pages")
 _EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens")
-_HTTP_ONLY = ("urls", "router", "weights_dir")
+_HTTP_ONLY = ("urls", "prefill_urls", "router", "weights_dir")
 KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
 
 
@@ -70,6 +70,11 @@ def _check_http(config: RolloutConfig) -> None:
         return
     if not config.urls:
         raise QuintetError("rollout.urls: engine http needs the servers' URLs, e.g. [http://127.0.0.1:8000].")
+    both = {url.rstrip("/") for url in config.urls} & {url.rstrip("/") for url in config.prefill_urls}
+    if both:
+        raise QuintetError(
+            f"rollout.prefill_urls: {min(both)} is among rollout.urls too; a server is one or the other."
+        )
     if config.weights_dir is None:
         raise QuintetError(
             "rollout.weights_dir: engine http needs a folder below the servers' --weights-root to publish weights in."
@@ -191,6 +196,7 @@ def _http_workers(
     """The servers get `weights` before their first request: what they were started with is another run's business."""
     from quintet.rollout.http import HttpRolloutWorker
     from quintet.rollout.routed import RoutedRolloutWorker
+    from quintet.rollout.split import SplitRolloutWorker
     from quintet.weights.file import FileStore
 
     key = os.environ.get(KEY_VARIABLE)
@@ -199,8 +205,12 @@ def _http_workers(
     assert config.weights_dir is not None, "checked above"
     initial = FileStore(os.path.abspath(config.weights_dir)).publish(weights, max(version, 0))
     workers = {url: HttpRolloutWorker(url, key=key) for url in config.urls}
+    prefills = {url: HttpRolloutWorker(url, key=key) for url in config.prefill_urls}
     balancer = LoadBalancer(make_strategy(config.router))
-    return RoutedRolloutWorker(workers, balancer, decode=decode, eos_ids=eos_ids, initial=initial)
+    if not prefills:
+        return RoutedRolloutWorker(workers, balancer, decode=decode, eos_ids=eos_ids, initial=initial)
+    second = LoadBalancer(make_strategy(config.router))
+    return SplitRolloutWorker(workers, prefills, balancer, second, decode=decode, eos_ids=eos_ids, initial=initial)
 
 
 def _load_class(path: str) -> Callable[..., RolloutWorker]:

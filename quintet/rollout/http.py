@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from quintet.rollout.engine.handoff import PrefillFailed
 from quintet.rollout.engine.sequence import OnToken, check_params
 from quintet.rollout.streaming import OutdatedWeights
 from quintet.types import (
@@ -33,8 +34,9 @@ from quintet.types import (
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed", "first_sample",
-    "first_position",
+    "first_position", "min_p",
 )  # fmt: skip
+PREFILL_FAILED = "prefill_failed"  # code of the error that becomes PrefillFailed
 
 
 class TransportError(Exception):
@@ -65,10 +67,13 @@ class HttpRolloutWorker:
         weight_version: int,
         *,
         on_token: OnToken | None = None,
+        prefill_url: str | None = None,
     ) -> list[Rollout]:
+        """`prefill_url`: the prefill server of which this server, a decode server, gets the prompts; raises
+        PrefillFailed when that fails."""
         check_params(sampling_params)
         made = await asyncio.gather(
-            *(self._group(group, sampling_params, weight_version, on_token) for group in prompts)
+            *(self._group(group, sampling_params, weight_version, on_token, prefill_url) for group in prompts)
         )
         return [rollout for rollouts in made for rollout in rollouts]
 
@@ -100,14 +105,21 @@ class HttpRolloutWorker:
         await self._client.aclose()
 
     async def _group(
-        self, group: Group, params: SamplingParams, version: int, on_token: OnToken | None
+        self,
+        group: Group,
+        params: SamplingParams,
+        version: int,
+        on_token: OnToken | None,
+        prefill_url: str | None,
     ) -> list[Rollout]:
         so_far: dict[int, list[SampledToken]] = {params.first_sample + i: [] for i in range(params.n)}
         try:
-            async for line in self._lines(group, params, version):
+            async for line in self._lines(group, params, version, prefill_url):
                 if "rollouts" in line:
                     return msgspec.convert(line["rollouts"], list[Rollout])
                 if "error" in line:
+                    if line["error"]["code"] == PREFILL_FAILED:
+                        raise PrefillFailed(line["error"]["message"])
                     raise TransportError(line["error"]["message"])
                 token = msgspec.convert(line["token"], SampledToken)
                 so_far[token.sample_index].append(token)
@@ -120,11 +132,12 @@ class HttpRolloutWorker:
             failure = Failure(FailureKind.ENGINE, f"{self.url}: {error}")
         return [_broken(group, index, tokens, failure) for index, tokens in so_far.items()]
 
-    async def _lines(self, group: Group, params: SamplingParams, version: int) -> Any:
+    async def _lines(self, group: Group, params: SamplingParams, version: int, prefill_url: str | None) -> Any:
         """The answer's JSON objects as they arrive."""
-        sampling = {name: getattr(params, name) for name in _SAMPLING}
-        prompt = {"group_id": str(group.group_id), "token_ids": group.prompt.token_ids}
+        prompt, sampling = request_body(group, params)
         body = {"prompts": [prompt], "sampling": sampling, "weight_version": version, "stream": True}
+        if prefill_url is not None:
+            body["prefill_url"] = prefill_url
         async with self._client.stream("POST", "/generate", json=body) as reply:
             if reply.status_code != 200:
                 await reply.aread()
@@ -154,6 +167,12 @@ class HttpRolloutWorker:
         if reply.status_code in (401, 403):
             raise QuintetError(f"rollout server {self.url}: {said}")
         raise RequestRefused(said)
+
+
+def request_body(group: Group, params: SamplingParams) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A prompt, and how to sample, as `/generate` and `/prefill` take them."""
+    sampling = {name: getattr(params, name) for name in _SAMPLING}
+    return {"group_id": str(group.group_id), "token_ids": group.prompt.token_ids}, sampling
 
 
 class RequestRefused(Exception):

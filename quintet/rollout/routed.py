@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from quintet.clock import Clock, RealClock
+from quintet.rollout.engine.handoff import PrefillFailed
 from quintet.rollout.engine.sequence import OnToken
-from quintet.rollout.router import NoWorker, RequestLoadBalancer, RouteRequest, WorkerState
+from quintet.rollout.router import Lease, NoWorker, RequestLoadBalancer, RouteRequest, WorkerState, WorkerStatus
 from quintet.rollout.streaming import OutdatedWeights, TokenWorker
 from quintet.types import (
     Failure,
@@ -66,6 +67,7 @@ class RoutedRolloutWorker:
         self._clock = clock or RealClock()
         self._monitor: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._loading = {name: asyncio.Lock() for name in self._workers}
 
     async def generate(
         self,
@@ -82,7 +84,7 @@ class RoutedRolloutWorker:
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
         """On every worker. Those that fail are left out until they have the new weights; raises when all fail."""
         self._newest = weight_path
-        errors = await asyncio.gather(*(self._load(name) for name in self._workers))
+        errors = await asyncio.gather(*(self._update(name) for name in self._workers))
         if all(errors):
             raise QuintetError(f"no rollout worker took weight version {version}: {errors[0]}")
 
@@ -91,7 +93,7 @@ class RoutedRolloutWorker:
         found = await asyncio.gather(*(worker.health_check() for worker in self._workers.values()))
         up = [health for health in found if health]
         return Health(
-            bool(up),
+            self._can_serve([name for name, health in zip(self._workers, found, strict=True) if health]),
             version=min((h.version for h in up), default=-1),
             running=sum(h.running for h in up),
             waiting=sum(h.waiting for h in up),
@@ -101,7 +103,7 @@ class RoutedRolloutWorker:
         )
 
     async def abort(self, group_ids: list[GroupId]) -> None:
-        names = [w.name for w in self._balancer.status() if w.state is not WorkerState.DOWN]
+        names = [w.name for w in self._status() if w.state is not WorkerState.DOWN]
         await asyncio.gather(*(self._workers[name].abort(group_ids) for name in names), return_exceptions=True)
 
     async def close(self) -> None:
@@ -119,7 +121,7 @@ class RoutedRolloutWorker:
             if self._monitor is not None:
                 return
             for name in self._workers:
-                self._balancer.add(name)
+                self._balancer_of(name).add(name)
             if self._newest is not None:
                 await self.update_weights(self._newest, self._newest.version)
             await self._poll()
@@ -133,12 +135,28 @@ class RoutedRolloutWorker:
     async def _poll(self) -> None:
         await asyncio.gather(*(self._poll_one(name) for name in self._workers))
 
+    async def _update(self, name: str) -> str | None:
+        async with self._loading[name]:
+            return await self._load(name)
+
     async def _poll_one(self, name: str) -> None:
-        health = await self._workers[name].health_check()
-        if health and self._newest is not None and health.version != self._newest.version:
-            await self._load(name)
-        else:
-            self._balancer.add(name, health)
+        async with self._loading[name]:  # what is being loaded is not loaded a second time
+            health = await self._workers[name].health_check()
+            if health and self._newest is not None and health.version != self._newest.version:
+                await self._load(name)
+            else:
+                self._balancer_of(name).add(name, health)
+
+    def _balancer_of(self, name: str) -> RequestLoadBalancer:
+        """Where a worker is registered."""
+        return self._balancer
+
+    def _status(self) -> list[WorkerStatus]:
+        return self._balancer.status()
+
+    def _can_serve(self, up: Collection[str]) -> bool:
+        """Whether the workers that are up are enough."""
+        return bool(up)
 
     async def _load(self, name: str) -> str | None:
         """Give a worker the newest weights; the reason when that fails."""
@@ -148,9 +166,9 @@ class RoutedRolloutWorker:
             await worker.update_weights(ref, ref.version)
         except Exception as error:
             _log.warning("rollout worker %s did not take weight version %d: %s", name, ref.version, error)
-            self._balancer.add(name, Health(False, message=str(error)))
+            self._balancer_of(name).add(name, Health(False, message=str(error)))
             return str(error) or type(error).__name__
-        self._balancer.add(name, await worker.health_check())
+        self._balancer_of(name).add(name, await worker.health_check())
         return None
 
     # -- requests --------------------------------------------------------------------------------
@@ -207,14 +225,21 @@ class RoutedRolloutWorker:
             return _failed(group, params, str(none)), ""
         error: str | None = None
         try:
-            rollouts = await self._workers[lease.worker].generate([group], params, version, on_token=on_token)
+            rollouts = await self._ask(lease, group, params, version, on_token)
             error = next((r.failure.message for r in rollouts if r.failure and _is_unfinished(r)), None)
         except OutdatedWeights as outdated:  # it was started again: the next poll gives it the newest
             error = str(outdated)
             rollouts = _failed(group, params, error)
+        except PrefillFailed as failed:  # not this worker's doing
+            rollouts = _failed(group, params, str(failed))
         finally:
             self._balancer.release(lease, error=error)
         return rollouts, lease.worker
+
+    async def _ask(
+        self, lease: Lease, group: Group, params: SamplingParams, version: int, on_token: OnToken | None
+    ) -> list[Rollout]:
+        return await self._workers[lease.worker].generate([group], params, version, on_token=on_token)
 
     def _as_whole(self, rollout: Rollout, params: SamplingParams) -> Rollout | None:
         """The rollout as a finished one, when its tokens so far are all there will be."""

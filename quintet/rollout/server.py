@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +17,26 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 
 from quintet.models.tokenizer import Tokenizer
+from quintet.rollout.config import Role
+from quintet.rollout.engine.handoff import Prefilled, PrefillFailed
 from quintet.rollout.engine.worker import EngineWorker, PauseMode
+from quintet.rollout.http import PREFILL_FAILED
 from quintet.rollout.http_app import document_model, event_stream, key_of, make_app, streamed_as, unless_gone
 from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest, plain_message
 from quintet.rollout.openai_routes import Credentials, Job, openai_router
-from quintet.rollout.streaming import stream, with_signs_of_life
+from quintet.rollout.streaming import Generator, stream, with_signs_of_life
+from quintet.rollout.transfer import SIGN_OF_LIFE_S, PrefillClient, SplitDecoder, prefill_answer
 from quintet.types import Group, GroupId, Prompt, QuintetError, Rollout, SampledToken, SamplingParams, WeightRef
 
-SIGN_OF_LIFE_S = 10.0
 GROUP_ID = r"^[^\n]+/e-?[0-9]{1,18}\.o-?[0-9]{1,18}\.a-?[0-9]{1,18}$"
 NDJSON = "application/x-ndjson"
+OCTETS = "application/octet-stream"
 
 
 class _Body(BaseModel):
@@ -49,6 +53,7 @@ class GenerateSampling(_Body):
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0, le=2**31)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
     max_tokens: int = Field(256, ge=1)
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -64,6 +69,16 @@ class GenerateRequest(_Body):
     sampling: GenerateSampling = Field(default_factory=GenerateSampling)
     weight_version: int = Field(-1, description="an engine with older weights answers 409")
     stream: bool = Field(False, description="for one prompt: a line of JSON per token, then the rollouts")
+    prefill_url: str | None = Field(None, description="of a decode server: which prefill server computes the prompts")
+
+
+class PrefillRequest(_Body):
+    """A prompt whose keys and values a decode server wants, and its samples' first tokens."""
+
+    prompt: GeneratePrompt
+    sampling: GenerateSampling = Field(default_factory=GenerateSampling)
+    weight_version: int = Field(-1, description="an engine with older weights answers 409")
+    machine: str = Field("", description="where the reader runs, for shared memory; empty: over this connection")
 
 
 class UpdateWeightsRequest(_Body):
@@ -84,7 +99,8 @@ class AbortRequest(_Body):
 
 @dataclass
 class RolloutServer:
-    """One engine, what it serves and who may ask. `context` is the model's, in tokens."""
+    """One engine, what it serves and who may ask. `context` is the model's, in tokens; `prefill_urls` are the prefill
+    servers that a decode server may be told to ask, with its own key."""
 
     worker: EngineWorker
     tokenizer: Tokenizer
@@ -93,21 +109,46 @@ class RolloutServer:
     context: int
     weights_root: Path | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    role: Role = Role.BOTH
+    prefill_urls: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.metrics = _Metrics()
+        urls = [url.rstrip("/") for url in self.prefill_urls]
+        self._splits = {url: SplitDecoder(self.worker, PrefillClient(url, key=self.key)) for url in urls}
 
     def app(self) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             yield
+            for split in self._splits.values():
+                await split.close()
             await self.worker.close()
 
         app = make_app("quintet rollout", lifespan)
-        app.include_router(openai_router(self))
+        if self.role is Role.BOTH:
+            app.include_router(openai_router(self))
+            document_model(app, self.model)
         _control_routes(app, self)
-        document_model(app, self.model)
         return app
+
+    def generator(self, prefill_url: str | None) -> Generator:
+        """Who answers `/generate`. Raises ApiError where this server's role, or its prefill servers, forbid it."""
+        if self.role is Role.PREFILL:
+            raise ApiError(403, "this server only prefills (--role prefill)", code="wrong_role")
+        if prefill_url is None:
+            if self.role is Role.DECODE:
+                raise ApiError(403, "this server only decodes (--role decode): say prefill_url", code="wrong_role")
+            return self.worker
+        split = self._splits.get(prefill_url.rstrip("/"))
+        if split is None:
+            raise ApiError(403, "prefill_url: not one of this server's --prefill-url", param="prefill_url")
+        return split
+
+    async def abort(self, group_ids: list[GroupId]) -> None:
+        for split in self._splits.values():
+            split.abort(group_ids)
+        await self.worker.abort(group_ids)
 
     # -- Host ------------------------------------------------------------------------------------
 
@@ -176,19 +217,32 @@ def _control_routes(app: FastAPI, server: RolloutServer) -> None:
     @app.post("/generate", response_model=None, responses=streamed_as(NDJSON))
     async def generate(body: GenerateRequest, request: Request, credentials: Credentials) -> Response:
         server.check_key(credentials)
+        generator = server.generator(body.prefill_url)
         groups, params = _work(body)
-        if body.weight_version > (await worker.health_check()).version:
-            raise ApiError(409, f"weight version {body.weight_version} is not loaded yet", code="weights_too_old")
+        await _check_version(worker, body.weight_version)
         if body.stream:
-            return event_stream(_lines(server, groups, params, body.weight_version), NDJSON)
-        rollouts = await unless_gone(request, worker.generate(groups, params, body.weight_version))
+            return event_stream(_lines(server, generator, groups, params, body.weight_version), NDJSON)
+        try:
+            rollouts = await unless_gone(request, generator.generate(groups, params, body.weight_version))
+        except PrefillFailed as error:
+            raise _prefill_failed(error) from error
         server.note("generate", rollouts)
         return Response(msgspec.json.encode({"rollouts": rollouts}), media_type="application/json")
+
+    @app.post("/prefill", response_class=Response, responses={200: {"content": {OCTETS: {}}}})
+    async def prefill(body: PrefillRequest, credentials: Credentials) -> Response:
+        server.check_key(credentials)
+        if server.role is Role.DECODE:
+            raise ApiError(403, "this server only decodes (--role decode)", code="wrong_role")
+        group, params = _group(body.prompt), msgspec.convert(body.sampling.model_dump(), SamplingParams)
+        await _check_version(worker, body.weight_version)
+        answer = prefill_answer(_noted(server, worker.prefill(group, params, body.weight_version)), body.machine)
+        return StreamingResponse(answer, media_type=OCTETS)
 
     @app.post("/abort")
     async def abort(body: AbortRequest, credentials: Credentials) -> dict[str, str]:
         server.check_key(credentials)
-        await worker.abort([_group_id(text) for text in body.group_ids])
+        await server.abort([_group_id(text) for text in body.group_ids])
         return {"status": "ok"}
 
     @app.post("/update_weights")
@@ -223,11 +277,27 @@ def _control_routes(app: FastAPI, server: RolloutServer) -> None:
 def _work(body: GenerateRequest) -> tuple[list[Group], SamplingParams]:
     if body.stream and len(body.prompts) > 1:
         raise ApiError(400, "stream: only one prompt a request can be streamed", param="stream")
-    groups = []
-    for prompt in body.prompts:
-        group_id = _group_id(prompt.group_id)
-        groups.append(Group(group_id, Prompt(group_id.prompt_id, prompt.token_ids)))
-    return groups, msgspec.convert(body.sampling.model_dump(), SamplingParams)
+    return [_group(prompt) for prompt in body.prompts], msgspec.convert(body.sampling.model_dump(), SamplingParams)
+
+
+def _group(prompt: GeneratePrompt) -> Group:
+    group_id = _group_id(prompt.group_id)
+    return Group(group_id, Prompt(group_id.prompt_id, prompt.token_ids))
+
+
+async def _check_version(worker: EngineWorker, wanted: int) -> None:
+    if wanted > (await worker.health_check()).version:
+        raise ApiError(409, f"weight version {wanted} is not loaded yet", code="weights_too_old")
+
+
+def _prefill_failed(error: PrefillFailed) -> ApiError:
+    return ApiError(502, str(error), code=PREFILL_FAILED)
+
+
+async def _noted(server: RolloutServer, work: Awaitable[Prefilled]) -> Prefilled:
+    found = await work
+    server.note("prefill", found.rollouts)
+    return found
 
 
 def _group_id(text: str) -> GroupId:
@@ -238,10 +308,10 @@ def _group_id(text: str) -> GroupId:
 
 
 async def _lines(
-    server: RolloutServer, groups: list[Group], params: SamplingParams, version: int
+    server: RolloutServer, generator: Generator, groups: list[Group], params: SamplingParams, version: int
 ) -> AsyncIterator[str]:
     try:
-        async with aclosing(stream(server.worker, groups, params, version)) as events:
+        async with aclosing(stream(generator, groups, params, version)) as events:
             async for event in with_signs_of_life(events, SIGN_OF_LIFE_S):
                 if event is None:
                     yield "\n"
@@ -250,6 +320,8 @@ async def _lines(
                 else:
                     server.note("generate", event)
                     yield msgspec.json.encode({"rollouts": event}).decode() + "\n"
+    except PrefillFailed as error:
+        yield json.dumps(_prefill_failed(error).body) + "\n"
     except QuintetError as error:
         yield json.dumps(ApiError(400, str(error)).body) + "\n"
 

@@ -17,8 +17,8 @@ class OutdatedWeights(QuintetError):
     """A worker has older weights than a request asks for, e.g. because it was started again."""
 
 
-class TokenWorker(Protocol):
-    """A `RolloutWorker` that tells of each token as it is sampled; every worker of this package is one."""
+class Generator(Protocol):
+    """`RolloutWorker.generate` that tells of each token as it is sampled."""
 
     async def generate(
         self,
@@ -29,6 +29,10 @@ class TokenWorker(Protocol):
         on_token: OnToken | None = None,
     ) -> list[Rollout]: ...
 
+
+class TokenWorker(Generator, Protocol):
+    """A `RolloutWorker` that tells of each token as it is sampled; every worker of this package is one."""
+
     async def update_weights(self, weight_path: WeightRef, version: int) -> None: ...
 
     async def health_check(self) -> Health: ...
@@ -37,7 +41,7 @@ class TokenWorker(Protocol):
 
 
 async def stream(
-    worker: TokenWorker, groups: list[Group], params: SamplingParams, version: int
+    worker: Generator, groups: list[Group], params: SamplingParams, version: int
 ) -> AsyncGenerator[SampledToken | list[Rollout], None]:
     """Tokens in the order in which they are sampled, then the rollouts. A consumer that leaves early (`aclose`) takes
     the samples out of the engine's batch."""

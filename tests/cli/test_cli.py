@@ -33,7 +33,7 @@ FLAGS = {
     "replay": {"--step", "--inspect", "--json"},
     "config": {"--set", "--defaults"},
     "serve gateway": {"--model", "--port", "--host", "--set"},
-    "serve rollout": {"--model", "--port", "--host", "--weights-root", "--set"},
+    "serve rollout": {"--model", "--port", "--host", "--weights-root", "--role", "--prefill-url", "--set"},
     "grade math": {"--json", "--unboxed", "--second-opinion"},
     "grade code": {"--json", "--timeout-s", "--set"},
     "serve sandbox": {"--port", "--host", "--max-requests", "--set"},

@@ -5,6 +5,9 @@ none of what the prefix cache knows) and the KV of samples that were preempted. 
 batch stays full while the tail of one request ends and the next begins. When pages run out the youngest sample is
 preempted, so that the oldest always ends. Python runs per sample when it begins and ends, never per token (stop
 strings apart, which only their samples pay for).
+
+A request can also be split: `add_prefill` computes its prompt and each sample's first token for another engine, and
+`add_prefilled` goes on from there (handoff.py). What is preempted, or meets new weights, is computed here as ever.
 """
 
 from __future__ import annotations
@@ -12,19 +15,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from quintet.models.decoder.spec import ModelSpec
 from quintet.rollout.config import RolloutConfig
+from quintet.rollout.engine.handoff import KVLayout, Prefilled
 from quintet.rollout.engine.members import Decoding, Extra, Prompt, decoding_step, extra_step
 from quintet.rollout.engine.prefix_cache import Node, PrefixCache
 from quintet.rollout.engine.sequence import Decode, Finished, Intake, OnToken, Sequence, engine_failure
 from quintet.rollout.engine.slots import Slots, State
 from quintet.rollout.engine.step import PAGE, StepModel
 from quintet.rollout.engine.sync import EngineStats
-from quintet.types import FinishReason, Group, GroupId, SamplingParams
+from quintet.types import FinishReason, Group, GroupId, Rollout, SamplingParams
+
+
+@dataclass
+class _Export:
+    """KV of a prompt that another engine wants, and the weight version it was computed with."""
+
+    kv: Tensor | None = None
+    version: int = -1
 
 
 class FastEngine:
@@ -54,9 +67,11 @@ class FastEngine:
         # a sample's prompt and its response each end in a page of their own
         self._capacity = config.kv_pages or config.max_running * (-(-longest // PAGE) + 1)
         self.model = make_model(self._capacity)
+        self.layout = KVLayout.of(spec, self.model.dtype)
         self._intake = Intake(frozenset(eos_ids), spec.vocab_size, longest)
         self._finished: list[Finished] = []
         self._waiting: deque[Sequence] = deque()
+        self._exports: dict[int, _Export] = {}  # by request
         self._update_s = self._busy_s = 0.0
         self._sampled = self._preemptions = self._prompt_tokens = self._computed_tokens = 0
         self._numbers = 0
@@ -67,6 +82,7 @@ class FastEngine:
         self._slots = Slots(self._config.max_running, self._intake.context or 0)
         self._prompts: dict[int, Prompt] = {}  # by number; those that running samples use
         self._by_request: dict[int, Prompt] = {}
+        self._imports: dict[int, Tensor] = {}  # by request: KV that came with it, until its prompt has pages
         self._cache = PrefixCache(
             self._capacity, self._config.prefix_cache_pages, lambda pages: self.model.clear_pages(np.array(pages))
         )
@@ -84,14 +100,48 @@ class FastEngine:
 
     def add_group(self, group: Group, params: SamplingParams, on_token: OnToken | None = None) -> int:
         request = self._intake.take_request()
-        refusal = self._intake.refusal(group.prompt.token_ids)
         sequences = self._intake.sequences(request, group, params, self._now(), on_token)
-        refusal = refusal or self._too_long(sequences[0])
-        if refusal is not None:
-            for sequence in sequences:
-                self._end(sequence, FinishReason.FAILED, f"prompt {group.prompt.id!r}: {refusal}")
-        else:
+        if self._accepts(sequences, self._too_long(sequences[0])):
             self._waiting.extend(sequences)
+        return request
+
+    def add_prefill(self, group: Group, params: SamplingParams) -> int:
+        """As `add_group`, but each sample ends with its first token; `take_prefilled` gives what the others need."""
+        request = self._intake.take_request()
+        sequences = self._intake.sequences(request, group, params, self._now())
+        goes_on = sequences[0].max_new > 1
+        for sequence in sequences:
+            sequence.max_new = 1
+        if self._accepts(sequences, self._too_long(sequences[0])):
+            self._waiting.extend(sequences)
+            if goes_on:
+                self._exports[request] = _Export()
+        return request
+
+    def take_prefilled(self, request: int, rollouts: list[Rollout]) -> Prefilled:
+        """Once, when all samples of an `add_prefill` have ended: `rollouts`, with the KV if one of them goes on."""
+        export = self._exports.pop(request, None)
+        if export is None or export.kv is None or all(r.finish_reason is not FinishReason.LENGTH for r in rollouts):
+            return Prefilled(self.version, self.layout, rollouts, None)
+        return Prefilled(export.version, self.layout, rollouts, export.kv)
+
+    def add_prefilled(
+        self, group: Group, params: SamplingParams, found: Prefilled, on_token: OnToken | None = None
+    ) -> int:
+        """Go on from another engine's `take_prefilled`. Samples that ended there end here; a layout that is not this
+        engine's ends all as failed. Raises PrefillFailed when the KV is of another weight version or request."""
+        found.check(group, params, self.version)
+        request = self._intake.take_request()
+        sequences = self._intake.sequences(request, group, params, self._now(), on_token)
+        if self._accepts(sequences, self._other_layout(found) or self._too_long(sequences[0])):
+            for sequence, rollout in zip(sequences, found.rollouts, strict=True):
+                sequence.take_over(rollout, self._now())
+                if found.kv is not None and rollout.finish_reason is FinishReason.LENGTH:
+                    self._waiting.append(sequence)
+                else:
+                    self._finished.append((request, rollout))
+            if found.kv is not None:
+                self._imports[request] = found.kv
         return request
 
     def step(self) -> list[Finished]:
@@ -120,6 +170,7 @@ class FastEngine:
         while len(used := self._slots.used):
             self._preempt(int(used[-1]))
         self._cache.clear()
+        self._imports.clear()
         self.version = version
 
     def fail_all(self, message: str) -> list[Finished]:
@@ -160,6 +211,18 @@ class FastEngine:
         logits = self.model.logits(extra_step([extra], self._slots, every_logit=True))
         self._cache.give(pages)
         return logits
+
+    def _accepts(self, sequences: list[Sequence], refusal: str | None) -> bool:
+        """Whether a group's sequences may wait for their turn; else they end as failed."""
+        refusal = self._intake.refusal(sequences[0].prompt_ids) or refusal
+        for sequence in sequences if refusal else ():
+            self._end(sequence, FinishReason.FAILED, f"prompt {sequence.group_id.prompt_id!r}: {refusal}")
+        return refusal is None
+
+    def _other_layout(self, found: Prefilled) -> str | None:
+        if found.kv is None or found.layout == self.layout:
+            return None
+        return f"the prefill worker's KV is of {found.layout}; this engine's is of {self.layout}"
 
     def _too_long(self, sequence: Sequence) -> str | None:
         # The last sampled token is never fed back, so it needs no page.
@@ -208,16 +271,34 @@ class FastEngine:
         self._numbers += 1
         prompt = Prompt(self._numbers, request, ids, chain, self._cache.take(pages), known)
         self._prompts[prompt.number] = self._by_request[request] = prompt
-        self._computed_tokens += len(ids) - known
+        kv = self._imports.pop(request, None)
+        if kv is None:
+            self._computed_tokens += len(ids) - known
+        else:
+            self._write_kv(prompt, kv)
         return prompt
+
+    def _write_kv(self, prompt: Prompt, kv: Tensor) -> None:
+        tokens = len(prompt.ids) - prompt.known
+        counts = np.minimum(tokens - PAGE * np.arange(len(prompt.pages)), PAGE)
+        self.model.write_kv(np.array(prompt.pages, dtype=np.int32), counts, kv[:, :, :, prompt.known :])
+        self._note_prompt(prompt, tokens)
+
+    def _read_kv(self, prompt: Prompt) -> None:
+        """For who has asked for it, unless this weight version's is there already."""
+        export = self._exports.get(prompt.request)
+        if export is not None and export.version != self.version and prompt.ready:
+            pages, counts = np.array([(node.page, node.count) for node in prompt.chain], dtype=np.int32).T
+            export.kv, export.version = self.model.read_kv(pages, counts), self.version
 
     def _place(self, sequence: Sequence, prompt: Prompt, pages: int) -> None:
         slots = self._slots
-        state = State.PROMPT if not prompt.ready else State.REFILL if sequence.output_ids else State.START
+        state = _first_state(prompt, sequence)
         slot = slots.put(sequence, prompt.number, state)
         slots.table[slot, :pages] = self._cache.take(pages)
         slots.pages[slot] = pages
         prompt.slots.add(slot)
+        self._stale |= state is State.DECODE
         self._prompt_tokens += len(prompt.ids)
 
     def _preempt(self, slot: int) -> None:
@@ -237,6 +318,8 @@ class FastEngine:
         self._cache.give(pages)
         prompt.slots.remove(slot)
         if not prompt.slots:
+            if keep:
+                self._read_kv(prompt)
             self._cache.give(prompt.pages)
             self._cache.release(prompt.chain)
             del self._prompts[prompt.number], self._by_request[prompt.request]
@@ -248,6 +331,8 @@ class FastEngine:
         taken = [self._leave(slot, keep=True) for slot in running]
         taken += [s for s in self._waiting if wanted(s)]
         self._waiting = deque(s for s in self._waiting if not wanted(s))
+        left = {s.request for s in self._waiting}
+        self._imports = {request: kv for request, kv in self._imports.items() if request in left}
         for sequence in sorted(taken, key=lambda s: s.arrival):
             self._end(sequence, FinishReason.ABORTED)
 
@@ -317,14 +402,18 @@ class FastEngine:
         if extra.slot is not None:
             slots.cached[extra.slot] += len(extra.ids)
         elif extra.writes:
-            prompt.computed += len(extra.ids)
+            self._note_prompt(prompt, len(extra.ids))
             if prompt.ready:
-                prompt.chain = prompt.chain + self._cache.insert(prompt.chain, prompt.ids[prompt.known :], prompt.pages)
-                prompt.pages = []
                 slots.state[list(prompt.slots)] = State.REFILL
         if extra.samplers:
             slots.state[extra.samplers] = State.DECODE
             self._stale = True
+
+    def _note_prompt(self, prompt: Prompt, tokens: int) -> None:
+        prompt.computed += tokens
+        if prompt.ready:
+            prompt.chain = prompt.chain + self._cache.insert(prompt.chain, prompt.ids[prompt.known :], prompt.pages)
+            prompt.pages = []
 
     def _take_tokens(self, samplers: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         slots, now = self._slots, self._now()
@@ -368,3 +457,9 @@ class FastEngine:
     ) -> None:
         failure = None if message is None else engine_failure(message, retryable=retryable)
         self._finished.append((sequence.request, sequence.rollout(reason, self._now(), self._decode, failure)))
+
+
+def _first_state(prompt: Prompt, sequence: Sequence) -> State:
+    if not prompt.ready:
+        return State.PROMPT
+    return (State.START, State.DECODE, State.REFILL)[min(len(sequence.output_ids), 2)]

@@ -16,6 +16,7 @@ from quintet.types import (
     Rollout,
     SampledToken,
     SamplingParams,
+    expand_versions,
     run_length,
 )
 
@@ -71,6 +72,15 @@ class Sequence:
         if self.params.stop and self.stop_string_ends_here(decode):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.output_ids) >= self.max_new else None
+
+    def take_over(self, rollout: Rollout, now: float) -> None:
+        """The tokens that another engine has sampled for it; the time until now counts as theirs."""
+        self.output_ids, self.logprobs = list(rollout.response_ids), list(rollout.logprobs)
+        self.versions = expand_versions(rollout.weight_versions)
+        self.first_token_at, self.started_at = now, now - rollout.timing.get("prefill_s", 0.0)
+        self.queued_at = self.started_at - rollout.timing.get("queue_s", 0.0)
+        for token, logprob, version in zip(self.output_ids, self.logprobs, self.versions, strict=True):
+            self.tell(token, logprob, version)
 
     def tell(self, token: int, logprob: float, version: int) -> None:
         if self.on_token is not None:

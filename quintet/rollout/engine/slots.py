@@ -13,8 +13,9 @@ from quintet.rollout.engine.step import DRAW, PAGE
 
 class State(IntEnum):
     """FREE -> PROMPT (its prompt is being computed) -> DECODE; or, where the prompt was there already, FREE -> START
-    (the prompt's last logits are wanted) -> DECODE. A sample that had tokens goes through REFILL instead of START.
-    Any -> FREE. Edges that must not exist: DECODE back to any but FREE."""
+    (the prompt's last logits are wanted) -> DECODE. A sample that had tokens goes through REFILL instead of START, or,
+    with one token, which is what it goes on from, straight to DECODE. Any -> FREE. Edges that must not exist: DECODE
+    back to any but FREE."""
 
     FREE = 0
     PROMPT = 1

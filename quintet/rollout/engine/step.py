@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 PAGE = 32  # tokens of a KV page
@@ -86,6 +87,7 @@ class StepModel(Protocol):
     """Weights, KV pages and the forward pass; one thread calls all methods."""
 
     path: str  # what computes, in words for the log
+    dtype: torch.dtype  # of keys and values
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Whole or not at all, in place. Raises QuintetError as `check_weights` does."""
@@ -101,6 +103,15 @@ class StepModel(Protocol):
 
     def clear_pages(self, pages: np.ndarray) -> None:
         """Zero pages that may hold NaN: hidden entries are multiplied by 0, and 0 x NaN would reach the next user."""
+        ...
+
+    def read_kv(self, pages: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Keys and values [2, layers, kv_heads, tokens, head_dim] of pages of which page i holds `counts[i]` tokens, in
+        `dtype` on the CPU: the same whatever a model's pages look like inside."""
+        ...
+
+    def write_kv(self, pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
+        """The reverse."""
         ...
 
     def bytes(self, pages: int) -> int:

@@ -84,6 +84,19 @@ class TorchModel:
         self._kv[:, :, torch.from_numpy(held).to(self._device, torch.int64)] = 0.0
 
     @torch.inference_mode()
+    def read_kv(self, pages: np.ndarray, counts: np.ndarray) -> Tensor:
+        where, offset = _token_places(pages, counts)
+        rows = self._kv[:, :, self._tensor(where), :, self._tensor(offset)]  # [tokens, 2, layers, kv_heads, head_dim]
+        return rows.permute(1, 2, 3, 0, 4).to("cpu").contiguous()
+
+    @torch.inference_mode()
+    def write_kv(self, pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
+        self._grow(int(pages.max(initial=0)))
+        where, offset = _token_places(pages, counts)
+        rows = kv.to(self._device).permute(3, 0, 1, 2, 4)
+        self._kv[:, :, self._tensor(where), :, self._tensor(offset)] = rows
+
+    @torch.inference_mode()
     def run(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         logits = self._forward(step)
         if len(step.sampler_logit) != len(logits):
@@ -239,6 +252,12 @@ class TorchModel:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
+
+
+def _token_places(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page of each token, and its place in it."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(pages, counts), within
 
 
 def _alike(tokens: np.ndarray, pages: np.ndarray, heads: int) -> Iterator[np.ndarray]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from transformers import PretrainedConfig
 
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import make_engine
+from quintet.rollout.engine.fast import FastEngine
+from quintet.rollout.engine.handoff import Prefilled, PrefillFailed
 from quintet.rollout.engine.sequence import Decode, Finished, OnToken, check_params
 from quintet.rollout.engine.sync import EngineStats, SyncEngine
 from quintet.rollout.metered import MeteredWorker
@@ -39,11 +41,18 @@ class PauseMode(StrEnum):
 
 
 class _Call:
-    """One `generate` call: a place for each rollout, and the future of all of them."""
+    """One call: a place for each rollout, and the future of what `make` makes of all of them."""
 
-    def __init__(self, groups: int, samples: int, first_sample: int) -> None:
-        self.future: Future[list[Rollout]] = Future()
+    def __init__(
+        self,
+        groups: int,
+        samples: int,
+        first_sample: int,
+        make: Callable[[list[Rollout]], object] = list,
+    ) -> None:
+        self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()
+        self._make = make
         self.rows: dict[int, int] = {}  # request -> place of its group
         self._places: list[list[Rollout | None]] = [[None] * samples for _ in range(groups)]
         self._missing = groups * samples
@@ -53,7 +62,7 @@ class _Call:
         self._places[self.rows[request]][rollout.sample_index - self._first_sample] = rollout
         self._missing -= 1
         if self._missing == 0:
-            self.future.set_result([r for row in self._places for r in row if r is not None])
+            self.future.set_result(self._make([r for row in self._places for r in row if r is not None]))
 
 
 class EngineWorker(MeteredWorker):
@@ -99,13 +108,39 @@ class EngineWorker(MeteredWorker):
         if not prompts:
             return []
         call = _Call(len(prompts), sampling_params.n, sampling_params.first_sample)
-        self._submit(lambda: self._admit(call, prompts, sampling_params, weight_version, on_token))
-        try:
-            return await asyncio.wrap_future(call.future)
-        except asyncio.CancelledError:
-            if not self._closing:
-                self._submit(lambda: self._forget(call))
-            raise
+
+        def add(group: Group) -> int:
+            return self._engine.add_group(group, sampling_params, on_token)
+
+        found: list[Rollout] = await self._answer(call, prompts, weight_version, add)
+        return found
+
+    async def prefill(self, group: Group, params: SamplingParams, weight_version: int) -> Prefilled:
+        """The prompt's KV and each sample's first token, for another engine's `decode`. Raises as `generate` does."""
+        check_params(params)
+        engine, requests = self._fast_engine(), list[int]()
+
+        def add(group: Group) -> int:
+            requests.append(engine.add_prefill(group, params))
+            return requests[-1]
+
+        call = _Call(1, params.n, params.first_sample, lambda rollouts: engine.take_prefilled(requests[0], rollouts))
+        found: Prefilled = await self._answer(call, [group], weight_version, add)
+        return found
+
+    async def decode(
+        self, group: Group, params: SamplingParams, found: Prefilled, *, on_token: OnToken | None = None
+    ) -> list[Rollout]:
+        """Go on from another engine's `prefill` of the same request, whose tokens `on_token` is told of as well.
+
+        Raises PrefillFailed when the KV is not of this engine's weight version."""
+        check_params(params)
+        engine = self._fast_engine()
+        call = _Call(1, params.n, params.first_sample)
+        rollouts: list[Rollout] = await self._answer(
+            call, [group], -1, lambda group: engine.add_prefilled(group, params, found, on_token)
+        )
+        return rollouts
 
     async def pause(self, mode: PauseMode) -> None:
         """Take no step until `resume`; calls that come in meanwhile wait. Weights may be updated while paused.
@@ -161,6 +196,23 @@ class EngineWorker(MeteredWorker):
         last, now = self._last_stats, self._engine.stats()
         self._last_stats = now
         return _metrics(last, now)
+
+    def _fast_engine(self) -> FastEngine:
+        if not isinstance(self._engine, FastEngine):
+            raise QuintetError(
+                "Prefill and decoding can be separated with rollout.engine: embedded and rollout.numerics: fast only."
+            )
+        return self._engine
+
+    async def _answer(self, call: _Call, groups: list[Group], weight_version: int, add: Callable[[Group], int]) -> Any:
+        """What becomes of a call whose groups `add` gives to the engine."""
+        self._submit(lambda: self._admit(call, groups, weight_version, add))
+        try:
+            return await asyncio.wrap_future(call.future)
+        except asyncio.CancelledError:
+            if not self._closing:
+                self._submit(lambda: self._forget(call))
+            raise
 
     def _submit(self, command: Callable[[], T]) -> Future[T]:
         """Run `command` in the engine's thread before its next step."""
@@ -251,16 +303,9 @@ class EngineWorker(MeteredWorker):
             if self._calls[request].future.done():
                 del self._calls[request]
 
-    def _admit(
-        self,
-        call: _Call,
-        groups: list[Group],
-        params: SamplingParams,
-        weight_version: int,
-        on_token: OnToken | None,
-    ) -> None:
+    def _admit(self, call: _Call, groups: list[Group], weight_version: int, add: Callable[[Group], int]) -> None:
         if self._paused is not None:
-            self._held[call] = lambda: self._admit(call, groups, params, weight_version, on_token)
+            self._held[call] = lambda: self._admit(call, groups, weight_version, add)
             return
         if self._engine.version < weight_version:
             call.future.set_exception(
@@ -271,7 +316,11 @@ class EngineWorker(MeteredWorker):
             )
             return
         for place, group in enumerate(groups):
-            request = self._engine.add_group(group, params, on_token)
+            try:
+                request = add(group)
+            except PrefillFailed as error:
+                call.future.set_exception(error)
+                return
             call.rows[request] = place
             self._calls[request] = call
 

@@ -71,16 +71,23 @@ struct Attention {
 
     // Key and value of one token into its page, both as packed matrices (see Matrix::set).
     void write(Act* layer, int page, int head, int offset, const float* k, const float* v, int head_dim) const {
-        Act* to = layer + (size_t(page) * kv_heads + head) * page_size();
-        Act* values = to + size_t(PAGE) * width;
         if constexpr (P::PAIRED) {
-            to += offset / 16 * 512 + offset % 16 * 2, values += offset / 2 * 32;
+            Act* to = layer + (size_t(page) * kv_heads + head) * page_size();
+            Act* values = to + size_t(PAGE) * width + offset / 2 * 32;
+            to += offset / 16 * 512 + offset % 16 * 2;
             for (int d = 0; d < head_dim; d += 16) write_16(to, values, d, offset % 2, k, v, std::min(16, head_dim - d));
         } else {
-            to += size_t(offset / PANEL) * PANEL * width + offset % PANEL, values += offset * PANEL;
-            for (int d = 0; d < head_dim; ++d) to[d * PANEL] = P::one(k[d]);
-            for (int d = 0; d < head_dim; ++d) values[d / PANEL * PANEL * PAGE + d % PANEL] = P::one(v[d]);
+            write_plain(layer, page, head, offset, k, v, head_dim);
         }
+    }
+
+    // The same between a page and plain rows of the page's own type.
+    void read_plain(Act* layer, int page, int head, int offset, Act* k, Act* v, int head_dim) const {
+        visit(layer, page, head, offset, head_dim, [=](Act& from, int d) { k[d] = from; },
+              [=](Act& from, int d) { v[d] = from; });
+    }
+    void write_plain(Act* layer, int page, int head, int offset, const Act* k, const Act* v, int head_dim) const {
+        visit(layer, page, head, offset, head_dim, [=](Act& to, int d) { to = k[d]; }, [=](Act& to, int d) { to = v[d]; });
     }
 
     void begin(Scratch<P>& s, int rows) const {
@@ -118,6 +125,22 @@ struct Attention {
     }
 
   private:
+    // Key and value entries of one token in its page: key(entry, d), value(entry, d).
+    template <class Key, class Value>
+    void visit(Act* layer, int page, int head, int offset, int head_dim, Key key, Value value) const {
+        Act* to = layer + (size_t(page) * kv_heads + head) * page_size();
+        Act* values = to + size_t(PAGE) * width;
+        if (P::PAIRED) {
+            to += offset / 16 * 512 + offset % 16 * 2, values += offset / 2 * 32 + offset % 2;
+            for (int d = 0; d < head_dim; ++d) key(to[d / 32 * 1024 + d % 32 / 2 * 32 + d % 2], d);
+            for (int d = 0; d < head_dim; ++d) value(values[d / 16 * 512 + d % 16 * 2], d);
+        } else {
+            to += size_t(offset / PANEL) * PANEL * width + offset % PANEL, values += offset * PANEL;
+            for (int d = 0; d < head_dim; ++d) key(to[d * PANEL], d);
+            for (int d = 0; d < head_dim; ++d) value(values[d / PANEL * PANEL * PAGE + d % PANEL], d);
+        }
+    }
+
     // Entries [d, d + n) of a key and a value: the key's by pairs in a column, the value's beside its neighbour's.
     static void write_16(Act* to, Act* values, int d, int odd, const float* k, const float* v, int n) {
         Act key[16] = {}, value[16] = {};

@@ -73,6 +73,14 @@ void quintet_clear_pages(void* model, const int32_t* pages, int n) {
     static_cast<Decoder*>(model)->clear_pages(pages, n);
 }
 
+void quintet_read_pages(void* model, const int32_t* pages, const int32_t* counts, int n, void* plain) {
+    static_cast<Decoder*>(model)->read_pages(pages, counts, n, plain);
+}
+
+void quintet_write_pages(void* model, const int32_t* pages, const int32_t* counts, int n, const void* plain) {
+    static_cast<Decoder*>(model)->write_pages(pages, counts, n, plain);
+}
+
 int64_t quintet_weight_bytes(void* model) { return static_cast<Decoder*>(model)->weight_bytes(); }
 int64_t quintet_page_bytes(void* model) { return static_cast<Decoder*>(model)->page_bytes(); }
 

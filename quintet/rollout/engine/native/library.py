@@ -49,6 +49,8 @@ class Library:
         self.c.quintet_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.c.quintet_sample.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 3, *[ctypes.c_void_p] * 3]
         self.c.quintet_clear_pages.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+        for function in (self.c.quintet_read_pages, self.c.quintet_write_pages):
+            function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_void_p]
         for function in (self.c.quintet_weight_bytes, self.c.quintet_page_bytes):
             function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
         self.c.quintet_products.restype = ctypes.c_double

@@ -39,6 +39,8 @@ struct Decoder {
     virtual void products(int rows) = 0;
     virtual float read(const float* memory, int64_t bytes) = 0;
     virtual void clear_pages(const int32_t* pages, int n) = 0;
+    virtual void read_pages(const int32_t* pages, const int32_t* counts, int n, void* plain) = 0;
+    virtual void write_pages(const int32_t* pages, const int32_t* counts, int n, const void* plain) = 0;
     virtual int64_t weight_bytes() const = 0;
     virtual int64_t page_bytes() const = 0;
 };
@@ -145,6 +147,20 @@ class Model : public Decoder {
             for (int i = 0; i < n; ++i) std::fill_n(layer_cache(l) + pages[i] * page, page, Act(0));
     }
 
+    // Tokens of pages of which page i holds counts[i], as plain keys and values [2, layers, kv_heads, tokens, head_dim].
+    void read_pages(const int32_t* pages, const int32_t* counts, int n, void* plain) override {
+        Act* to = static_cast<Act*>(plain);
+        exchange(counts, n, [&](int l, int h, int i, int t, size_t k, size_t v) {
+            attention.read_plain(layer_cache(l), pages[i], h, t, to + k, to + v, spec.head_dim);
+        });
+    }
+    void write_pages(const int32_t* pages, const int32_t* counts, int n, const void* plain) override {
+        const Act* from = static_cast<const Act*>(plain);
+        exchange(counts, n, [&](int l, int h, int i, int t, size_t k, size_t v) {
+            attention.write_plain(layer_cache(l), pages[i], h, t, from + k, from + v, spec.head_dim);
+        });
+    }
+
     float read(const float* memory, int64_t bytes) override {
         std::vector<float> sums(spec.threads * 16);  // a cache line each
         constexpr int64_t size = 1 << 16;
@@ -178,6 +194,21 @@ class Model : public Decoder {
 
   private:
     Act* layer_cache(int l) const { return static_cast<Act*>(cache->at) + layer_pages * l; }
+
+    // move(layer, head, page, token of the page, place of the plain key, of the plain value) for every token.
+    template <class Move>
+    void exchange(const int32_t* counts, int n, Move move) {
+        std::vector<size_t> first(n + 1);
+        for (int i = 0; i < n; ++i) first[i + 1] = first[i] + counts[i];
+        const size_t rows = first[n], all = size_t(spec.layers) * spec.kv_heads * rows;
+        pool.run_many(spec.layers * spec.kv_heads * n, [&](int at, int) {
+            const int i = at % n, head = at / n;  // of all layers' heads
+            for (int t = 0; t < counts[i]; ++t) {
+                const size_t row = head * rows + first[i] + t;
+                move(head / spec.kv_heads, head % spec.kv_heads, i, t, row * spec.head_dim, (all + row) * spec.head_dim);
+            }
+        });
+    }
 
     static float entry(const void* from, int from_bf16, size_t i) {
         return from_bf16 ? widen(static_cast<const bf16*>(from)[i]) : static_cast<const float*>(from)[i];

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class NativeModel:
     ) -> None:
         bf16 = dtype == torch.bfloat16
         assert library.page == PAGE
+        self.dtype = dtype
         self._library, self._spec = library, spec
         self._amx = bf16 and amx and library.amx
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, torch.device("cpu"), torch.float32)
@@ -123,6 +124,19 @@ class NativeModel:
     def clear_pages(self, pages: np.ndarray) -> None:
         ids = np.ascontiguousarray(pages, dtype=np.int32)
         self._library.c.quintet_clear_pages(self._handle, ids.ctypes.data, len(ids))
+
+    def read_kv(self, pages: np.ndarray, counts: np.ndarray) -> Tensor:
+        spec = self._spec
+        kv = torch.empty(2, spec.layers, spec.kv_heads, int(counts.sum()), spec.head_dim, dtype=self.dtype)
+        self._exchange(self._library.c.quintet_read_pages, pages, counts, kv)
+        return kv
+
+    def write_kv(self, pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
+        self._exchange(self._library.c.quintet_write_pages, pages, counts, kv.contiguous())
+
+    def _exchange(self, function: Callable[..., None], pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
+        ids, held = (np.ascontiguousarray(array, dtype=np.int32) for array in (pages, counts))
+        function(self._handle, ids.ctypes.data, held.ctypes.data, len(ids), kv.data_ptr())
 
     def products_s(self, rows: int) -> float:
         """Seconds of a step's matrix products alone, over `rows` tokens: the bound that a step is measured against."""
