@@ -81,7 +81,7 @@ class Server:
         for task in self._running.values():
             task.cancel()
 
-    def _forget(self, key: str, _: asyncio.Task[None]) -> None:
+    def _forget(self, key: int, _: asyncio.Task[None]) -> None:
         del self._running[key]
 
     async def _answer(self, request: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ async def stream(
             await asyncio.wait([work])
 
 
-async def with_signs_of_life(events: AsyncIterator[T], every_s: float) -> AsyncIterator[T | None]:
+async def with_signs_of_life(events: AsyncIterator[T], every_s: float) -> AsyncGenerator[T | None, None]:
     """`events`, and None whenever nothing has come for `every_s`: a reader can tell slow from dead."""
     upcoming = asyncio.ensure_future(anext(events))
     try:

@@ -203,9 +203,9 @@ def test_new_weights_are_served_after_an_update_and_a_wrong_digest_changes_nothi
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_paused_server_answers_after_resume(mode: str) -> None:
     tokenizer = chat_tokenizer()
-    model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=6000)
+    model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=2000)
     results: list[httpx.Response] = []
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 5000}
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 1500}
     with serving(make_server(model, tokenizer)) as url:
         ask = threading.Thread(target=lambda: results.append(post(url, "/v1/chat/completions", json=body)))
         ask.start()

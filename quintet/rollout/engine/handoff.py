@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quintet.rollout.engine.spec import ModelSpec
+from quintet.models.decoder.spec import ModelSpec
 from quintet.types import Group, QuintetError, Rollout, SamplingParams
 
 
@@ -112,4 +112,4 @@ class Header(msgspec.Struct):
 
 def kv_bytes(kv: Tensor) -> memoryview:
     """The numbers of a contiguous tensor on the CPU, not copied."""
-    return memoryview(kv.view(torch.uint8).numpy()).cast("B")
+    return kv.view(torch.uint8).numpy().data.cast("B")
