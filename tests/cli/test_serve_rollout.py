@@ -20,7 +20,10 @@ runner = CliRunner()
         (["--model", "builtin:tiny", "--set", "rollout.max_runing=3"], "rollout.max_running"),
         (["--model", "builtin:tiny", "--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
         (["--model", "builtin:tiny", "--role", "decode"], "--role decode needs a --prefill-url"),
-        (["--model", "builtin:tiny", "--role", "prefill", "--prefill-url", "http://x"], "no effect with --role prefill"),
+        (
+            ["--model", "builtin:tiny", "--role", "prefill", "--prefill-url", "http://x"],
+            "no effect with --role prefill",
+        ),
         (
             ["--model", "builtin:tiny", "--role", "prefill", "--set", "rollout.numerics=reproducible"],
             "--role prefill and --prefill-url need rollout.engine: embedded with rollout.numerics: fast",
