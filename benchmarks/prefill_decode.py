@@ -48,21 +48,11 @@ COUNTS = np.minimum(LONG - PAGE * np.arange(len(PAGES)), PAGE)
 def served(model: str, dtype: str, key: str, *options: str) -> Iterator[str]:
     """A server in a process of its own, and its URL."""
     command = [sys.executable, "-m", "quintet.cli.main", "serve", "rollout", "--model", model, "--port", "0"]
-    # in bf16 a token that is computed alone may be rounded otherwise, so no prompt is cut: a budget of tokens for all
-    settings = [
-        "--set",
-        f"model.dtype={dtype}",
-        "--set",
-        "rollout.max_running=256",
-        "--set",
-        "rollout.prefill_tokens=65536",
-    ]
-    process = subprocess.Popen(
-        [*command, *settings, *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"QUINTET_ROLLOUT_KEY": key},
-    )
+    # a budget of tokens that cuts no prompt: in bf16 a token that is left alone may be rounded otherwise (NOTES.md)
+    chosen = (f"model.dtype={dtype}", "rollout.max_running=256", "rollout.prefill_tokens=65536")
+    settings = [part for setting in chosen for part in ("--set", setting)]
+    environment = os.environ | {"QUINTET_ROLLOUT_KEY": key}
+    process = subprocess.Popen([*command, *settings, *options], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
         url = next(line.split()[1] for line in process.stdout if line.startswith("url: "))
