@@ -30,6 +30,7 @@ from quintet.types import Group, GroupId, QuintetError, Rollout, SamplingParams
 SIGN_OF_LIFE_S = 10.0
 _HELD_S = 60.0  # that a reader has to map shared memory
 _FIRST_LINE = 2**26  # bytes of it at most
+_PIECE = 2**18
 
 
 def this_machine() -> str:
@@ -63,7 +64,11 @@ async def prefill_answer(found: Awaitable[Prefilled], reader: str) -> AsyncGener
             await asyncio.sleep(_HELD_S)  # ends when the reader, who has mapped it, closes the connection
     else:
         yield _line(Header.of(prefilled))
-        yield kv_bytes(prefilled.kv)
+        numbers = kv_bytes(prefilled.kv)
+        for at in range(
+            0, len(numbers), _PIECE
+        ):  # a transport keeps what it cannot send yet, and moves it at each send
+            yield numbers[at : at + _PIECE]
 
 
 @contextmanager

@@ -66,11 +66,11 @@ def split(source: FastEngine, target: FastEngine, groups: list[Group], params: S
     return finish(target)
 
 
-@pytest.mark.parametrize("numbers", [20, pytest.param(200, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("kernels", FAST)
-def test_split_rollouts_are_those_of_one_engine(kernels: str, numbers: int) -> None:
-    params = SamplingParams(n=2, max_tokens=30, seed=5, stop=("abc",), top_p=0.95)
-    groups = prompts(numbers)
+def test_split_rollouts_are_those_of_one_engine(kernels: str, count: int) -> None:
+    params = SamplingParams(n=2, max_tokens=20, seed=5, stop=("cz",), top_p=0.95)
+    groups = prompts(count)
     whole = generate(engine(kernels), groups, params)
     target = engine(kernels)
     halves = split(engine(kernels), target, groups, params)
@@ -87,8 +87,8 @@ def test_split_rollouts_are_those_of_one_engine(kernels: str, numbers: int) -> N
 
 @pytest.mark.parametrize(("source", "target"), [("native", "torch"), ("torch", "native")])
 def test_the_kernels_read_each_others_keys_and_values(source: str, target: str) -> None:
-    greedy = SamplingParams(temperature=0.0, max_tokens=20)
-    groups = prompts(6)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    groups = prompts(3)
     whole = generate(engine(target), groups, greedy)
     halves = split(engine(source), engine(target), groups, greedy)
     assert [r.response_ids for r in halves] == [r.response_ids for r in whole]
@@ -193,29 +193,25 @@ def one_prompt(name: str = "p", size: int = 70) -> Group:
     return Group(GroupId(name), Prompt(name, [pick.randrange(90) for _ in range(size)]))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_servers_hand_over_by_socket_and_by_shared_memory(shared: bool) -> None:
+def test_servers_hand_over_by_socket_and_by_shared_memory() -> None:
     params = SamplingParams(n=3, max_tokens=12, seed=4, first_sample=2, first_position=5)
-    told: list[int] = []
+    groups, told = [one_prompt("a"), one_prompt("b")], list[int]()
 
-    async def work(prefill_url: str, decoding: RolloutServer) -> tuple[list[Rollout], list[Rollout]]:
+    async def work(decoding: RolloutServer, prefill_url: str, *, shared: bool) -> list[Rollout]:
         decoder = SplitDecoder(decoding.worker, PrefillClient(prefill_url, key=KEY, shared=shared))
-        tokenizer = chat_tokenizer()
-        alone = make_worker(random_model(tokenizer), tokenizer, kernels="native")
-        here = await alone.generate([one_prompt("a"), one_prompt("b")], params, 0)
-        there = await decoder.generate(
-            [one_prompt("a"), one_prompt("b")], params, 0, on_token=lambda token: told.append(token.token_id)
-        )
-        await decoder.close()
-        await alone.close()
-        return here, there
+        try:
+            return await decoder.generate(groups, params, 0, on_token=lambda token: told.append(token.token_id))
+        finally:
+            await decoder.close()
 
     with server(Role.PREFILL) as (prefill_url, source), server(Role.DECODE, prefill_url) as (_, decoding):
-        here, there = asyncio.run(work(prefill_url, decoding))
+        alone = asyncio.run(source.worker.generate(groups, params, 0))
+        for shared in (False, True):
+            told.clear()
+            there = asyncio.run(work(decoding, prefill_url, shared=shared))
+            assert ids_and_bits(there) == ids_and_bits(alone)
+            assert sorted(told) == sorted(i for r in there for i in r.response_ids)
         assert decoding.worker._engine.stats().computed_prompt_tokens == 0
-        assert source.worker._engine.stats().sampled_tokens == 6
-    assert ids_and_bits(here) == ids_and_bits(there)
-    assert sorted(told) == sorted(i for r in there for i in r.response_ids)
 
 
 def test_shared_memory_is_gone_with_its_last_user() -> None:
@@ -263,7 +259,7 @@ def test_a_run_picks_a_prefill_and_a_decode_server_for_each_request(
         server(Role.DECODE, first, second, weights_root=tmp_path) as (decode_url, _),
     ):
         before, after = asyncio.run(work(config([decode_url], [first, second])))
-        assert [s.worker._engine.stats().sampled_tokens for s in (one, two)] == [6, 4]  # in turns
+        assert sorted(s.worker._engine.stats().sampled_tokens for s in (one, two)) == [4, 6]  # in turns
     alone = [generate_alone(model, tokenizer, name, params) for name in "abcd"]
     assert [r.response_ids for r in before] == [ids for group in alone for ids in group]
     assert [r.response_ids for r in after] == generate_alone(newer, tokenizer, "e", params)
@@ -290,8 +286,13 @@ async def asked(url: str, prefill_url: str | None, group: Group, version: int = 
 
 
 def test_a_prefill_that_fails_is_told_apart_and_does_no_harm(tmp_path: Path) -> None:
+    weights = random_model(chat_tokenizer(), seed=2).state_dict()
+
+    def stop() -> None:
+        raise RuntimeError("out of order")
+
     with (
-        server(Role.PREFILL) as (prefill_url, _),
+        server(Role.PREFILL) as (prefill_url, source),
         server(Role.DECODE, prefill_url, "http://127.0.0.1:9", weights_root=tmp_path) as (url, decoding),
     ):
         with pytest.raises(PrefillFailed, match=r"prefill server http://127\.0\.0\.1:9: ConnectError"):
@@ -305,9 +306,12 @@ def test_a_prefill_that_fails_is_told_apart_and_does_no_harm(tmp_path: Path) -> 
                 asyncio.run(asked(server_url, asked_url, one_prompt()))
         (bad,) = asyncio.run(asked(url, prefill_url, Group(GroupId("bad"), Prompt("bad", [10**6]))))
         assert bad.failure is not None and (bad.failure.kind, bad.failure.retryable) == (FailureKind.ENGINE, False)
-        ref = FileStore(tmp_path).publish(random_model(chat_tokenizer(), seed=2).state_dict(), 2)
-        asyncio.run(decoding.worker.update_weights(ref, 2))
+        asyncio.run(decoding.worker.update_weights(FileStore(tmp_path).publish(weights, 2), 2))
         with pytest.raises(PrefillFailed, match="weight version 2 is not loaded yet"):  # the prefill server is older
+            asyncio.run(asked(url, prefill_url, one_prompt()))
+        asyncio.run(decoding.worker.update_weights(FileStore(tmp_path).publish(weights, 0), 0))
+        source.worker._engine.step = stop
+        with pytest.raises(PrefillFailed, match="the engine stopped: RuntimeError: out of order"):
             asyncio.run(asked(url, prefill_url, one_prompt()))
 
 
@@ -329,17 +333,6 @@ def test_a_server_of_both_kinds_is_refused() -> None:
     config = RolloutConfig(engine="http", urls=["http://x"], prefill_urls=["http://x/"], weights_dir="w")
     with pytest.raises(QuintetError, match="a server is one or the other"):
         check_rollout_config(config)
-
-
-def test_a_prefill_engine_that_stops_is_not_the_decode_servers_fault() -> None:
-    with server(Role.PREFILL) as (prefill_url, source), server(Role.DECODE, prefill_url) as (url, _):
-
-        def stop() -> None:
-            raise RuntimeError("out of order")
-
-        source.worker._engine.step = stop
-        with pytest.raises(PrefillFailed, match="the engine stopped: RuntimeError: out of order"):
-            asyncio.run(asked(url, prefill_url, one_prompt()))
 
 
 def test_an_abort_during_the_prefill_ends_the_group_as_aborted() -> None:
