@@ -69,7 +69,7 @@ def adapted(base: PreTrainedModel) -> nn.Module:
     model = apply_lora(base, LoraConfig(r=3), seed=1)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
-            nn.init.normal_(parameter, std=0.2)
+            nn.init.normal_(parameter, std=0.05)
     return model
 
 
@@ -112,7 +112,7 @@ def test_long_prompts_and_many_samples_are_cut_without_a_trace(monkeypatch: pyte
     ],
 )
 def test_its_gradient_is_that_of_the_plain_forward(name: str, options: dict[str, Any]) -> None:
-    model = adapted(tiny_model("qwen2")) if name == "lora" else tiny_model(name)
+    model = adapted(tiny_model("qwen2", initializer_range=0.1)) if name == "lora" else tiny_model(name)
     samples = random_samples(1, [(5, [3, 7, 1, 4]), (9, [2, 80]), (3, [6]), (5, [5, 5])])
     reference = [plain_logprobs(model, s, TEMPERATURE) for s in samples]  # type: ignore[arg-type]  # peft hands it on
     torch.cat([r * torch.arange(1, len(r) + 1) for r in reference]).sum().backward()
@@ -173,7 +173,7 @@ def test_smollm2_is_updated_on_exactly_what_it_sampled() -> None:
         model.state_dict(),
         eos_ids=(),
         decode=decode,
-        config=RolloutConfig(numerics="reproducible", kv_pages=14, max_running=5),
+        config=RolloutConfig(numerics="reproducible", kv_pages=6, max_running=5),
         device=CPU,
         dtype=torch.float32,
     )
