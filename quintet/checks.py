@@ -131,6 +131,7 @@ def _online(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
     yield from _critic(config, algorithm)
     yield from _mixture(config, algorithm)
     yield from _sampling(config)
+    yield from _dropout(config)
     for key, value, default in (
         ("offline", config.offline, OfflineConfig()),
         ("data.answers", config.data.answers, AnswerColumnsConfig()),
@@ -187,6 +188,17 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             "rollout.numerics",
             f"rollout.numerics reproducible is float32 arithmetic, but model.dtype is {config.model.dtype}: "
             "set model.dtype float32, or rollout.numerics fast",
+        )
+
+
+def _dropout(config: RunConfig) -> Iterator[Problem]:
+    lora = config.model.lora
+    if config.rollout.numerics == "reproducible" and lora is not None and lora.dropout > 0:
+        yield Problem(
+            "model.lora.dropout",
+            f"model.lora.dropout {lora.dropout:g} trains another policy than the one that sampled, and "
+            "rollout.numerics reproducible computes the same one on both sides.\n"
+            "Set model.lora.dropout 0, or rollout.numerics fast",
         )
 
 

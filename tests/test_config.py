@@ -213,6 +213,11 @@ def test_one_prompt_a_step_of_many_completions_works_cfg01() -> None:
         ("rollout: {numerics: reproducible}\nmodel: {dtype: bfloat16}\n", "R:1", "model.dtype is bfloat16"),
         ("rollout: {numerics: reproducible}\nmodel: {dtype: auto}\n", "R:1", "model.dtype is auto"),
         ("rollout: {numerics: reproducible, engine: transformers}\n", "R:1", "kept by rollout.engine: embedded only"),
+        (
+            "rollout: {numerics: reproducible}\nmodel:\n  lora: {dropout: 0.1}\n",
+            "R:3",
+            "another policy than the one that sampled",
+        ),
         ("rollout:\n  engine: tgi\n", "R:2", "'tgi' is not an engine"),
         ("algorithm: {preset: gropo}\n", "R:1", "did you mean grpo?"),
         ("algorithm:\n  kl: {name: k1, coef: 0.1, placement: loss}\n", "R:2", "no restoring gradient"),

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quintet.algorithms.presets import resolve
-from quintet.cluster.build import Base, load_policy, rollout_worker, sampling_params
+from quintet.cluster.build import Base, load_policy, rollout_worker, sampling_params, shared_kernels
 from quintet.cluster.estimate import (
     available_memory,
     disk_estimate,
@@ -40,6 +40,8 @@ from quintet.data.dataset import build_prompts, describe_skipped, load_rows
 from quintet.data.sampler import PromptSampler
 from quintet.models.tokenizer import PromptEncoder
 from quintet.reward.factory import ManagedRewardService, make_reward_service
+from quintet.train.forward import PolicyForward
+from quintet.train.packing import TokenSample
 from quintet.types import FinishReason, Group, GroupId, Prompt, QuintetError, Rollout, SamplingParams, Score
 
 _GRADED = 32  # reference answers that the reward functions are tried on
@@ -354,21 +356,23 @@ class Checker(Checks):
         self._tell("dry run", f"{head}\n{quote(body)}", Verdict.PROBLEM if failure else Verdict.OK)
 
     def _tell_mismatch(self, policy: PreTrainedModel, rollouts: list[Rollout]) -> None:
-        gaps = [_largest_gap(policy, r, self.config.rollout.temperature) for r in rollouts if r.response_ids]
+        kernels = shared_kernels(self.config, policy)
+        forward = PolicyForward(
+            policy, temperature=self.config.rollout.temperature, dtype=self._base.dtype, kernels=kernels
+        )
+        gaps = [_largest_gap(forward, r) for r in rollouts if any(r.loss_mask)]
         if not gaps:
             return
-        usual = 1e-2 if self._base.dtype == torch.float32 else 1.0
+        usual = 0.0 if kernels is not None else 1e-2 if self._base.dtype == torch.float32 else 1.0
         text = f"engine and trainer differ by at most {max(gaps):.1e} nats on the sampled tokens"
         self._tell("dry run", text, Verdict.OK if max(gaps) <= usual else Verdict.WARNING)
 
 
-@torch.inference_mode()
-def _largest_gap(policy: PreTrainedModel, rollout: Rollout, temperature: float) -> float:
-    """Largest |engine - transformers| log-probability of the sampled tokens."""
-    ids_T = torch.tensor([rollout.prompt_ids + rollout.response_ids], device=policy.device)
-    logits_TV = policy(input_ids=ids_T).logits[0, len(rollout.prompt_ids) - 1 : -1].float() / temperature
-    chosen_T = ids_T[0, len(rollout.prompt_ids) :, None]
-    logprobs_T = logits_TV.log_softmax(-1).gather(-1, chosen_T)[:, 0].cpu()
+@torch.no_grad()
+def _largest_gap(forward: PolicyForward, rollout: Rollout) -> float:
+    """Largest |engine - trainer| log-probability of the sampled tokens."""
+    sample = TokenSample(rollout.prompt_ids, rollout.response_ids, rollout.loss_mask)
+    logprobs_T = forward([sample]).logprobs_BT[0].cpu()
     sampled_T = torch.tensor(rollout.loss_mask, dtype=torch.bool)
     return float((logprobs_T - torch.tensor(rollout.logprobs)).abs()[sampled_T].max())
 

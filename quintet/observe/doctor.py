@@ -125,16 +125,19 @@ def loss_near_zero(rows: Rows, config: Config) -> Finding | None:
 def mismatch(rows: Rows, config: Config) -> Finding | None:
     """Engine and trainer should agree on the log-probability of what was sampled with the same weights."""
     gaps = _recent(rows, "mismatch/max_abs_logprob")
-    exact = config.get("model", {}).get("dtype") == "float32"
-    limit = 1e-2 if exact else 1.0
+    same_bits = config.get("rollout", {}).get("numerics") == "reproducible"
+    limit = 0.0 if same_bits else 1e-2 if config.get("model", {}).get("dtype") == "float32" else 1.0
     if not gaps or median(gaps) <= limit:
         return None
     text = (
         f"Engine and trainer differ by up to {max(gaps):.2g} nats on the tokens just sampled (median of the steps' "
-        f"largest {median(gaps):.2g}; below {limit:g} is usual here): the update is off-policy without knowing it."
+        f"largest {median(gaps):.2g}; {'exactly 0' if same_bits else f'below {limit:g}'} is usual here): the update is "
+        "off-policy without knowing it."
     )
     mend = (
-        "Set model.dtype: float32 to see whether it is rounding; if it stays, the engine computes another model. "
+        "In reproducible numerics both compute the same bits; please report this, with the model's config.json."
+        if same_bits
+        else "Set model.dtype: float32 to see whether it is rounding; if it stays, the engine computes another model. "
         "train.old: trainer with algorithm.correction: tis corrects what is left."
     )
     return Finding("mismatch", "warning", text, mend)

@@ -80,7 +80,9 @@ class RolloutConfig(BaseModel):
     groups_per_step: int = Field(8, gt=0, description="prompts in one controller step")
     group_size: int = Field(8, gt=0, description="samples per prompt")
     numerics: Literal["fast", "reproducible"] = Field(
-        "fast", description="reproducible: float32, a sample's ids and bits do not depend on what it was batched with"
+        "fast",
+        description="reproducible: float32; a sample's ids and bits do not depend on what it was batched with, and the "
+        "trainer computes the same bits (mismatch/max_abs_logprob is 0)",
     )
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)

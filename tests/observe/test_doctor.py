@@ -83,6 +83,11 @@ def test_what_mismatch_is_usual_depends_on_the_dtype() -> None:
     rows = run_of(10, mismatch__max_abs_logprob=0.2)
     assert "mismatch" in found(rows, {"model": {"dtype": "float32"}})
     assert "mismatch" not in found(rows, {"model": {"dtype": "bfloat16"}})
+    rows = run_of(10, mismatch__max_abs_logprob=1e-6)
+    assert "mismatch" not in found(rows, {"model": {"dtype": "float32"}})
+    reproducible = {"model": {"dtype": "float32"}, "rollout": {"numerics": "reproducible"}}
+    assert "mismatch" in found(rows, reproducible)
+    assert "mismatch" not in found(run_of(10, mismatch__max_abs_logprob=0.0), reproducible)
 
 
 def test_kl_explosion_names_the_worst_step() -> None:

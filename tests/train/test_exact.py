@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from quintet.models.config import LoraConfig, ModelConfig
 from quintet.models.loader import load_model, load_tokenizer
@@ -23,7 +24,7 @@ from tests.rollout.small_models import CPU, decode, finish, make_group, make_mod
 from tests.train.helpers import gradients, largest_relative_gap, make_worker, plain_logprobs, random_samples, tiny_model
 
 # Prompt length, samples, tokens: shared prompts, lengths around the blocks of 16 and 64 keys, one token only
-REQUESTS = [(3, 3, 5), (17, 2, 90), (63, 2, 4), (64, 2, 1), (200, 1, 30), (9, 4, 33)]
+REQUESTS = [(3, 3, 5), (17, 2, 50), (63, 2, 4), (64, 2, 1), (150, 1, 12), (9, 4, 13)]
 PAGE = 8
 TEMPERATURE = 0.7
 
@@ -64,18 +65,18 @@ def gap(forward: PolicyForward, rollouts: list[Rollout], at_once: int) -> float:
     return found
 
 
-def adapted(name: str) -> nn.Module:
-    model = apply_lora(make_model(name), LoraConfig(r=3), seed=1)
+def adapted(base: PreTrainedModel) -> nn.Module:
+    model = apply_lora(base, LoraConfig(r=3), seed=1)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
-            nn.init.normal_(parameter, std=0.2)
+            nn.init.normal_(parameter, std=0.05)
     return model
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-biased", "llama-3-heads-per-kv", "qwen3", "lora"])
+@pytest.mark.parametrize("name", ["llama-3-heads-per-kv", "qwen3", "lora"])
 def test_trainer_and_engine_agree_bit_for_bit(name: str) -> None:
-    model = adapted("qwen2") if name == "lora" else make_model(name)
-    rollouts = sampled(model, REQUESTS, 120, kv_pages=34, max_running=6, prefill_tokens=40)
+    model = adapted(make_model("qwen2")) if name == "lora" else make_model(name)
+    rollouts = sampled(model, REQUESTS, 120, kv_pages=24, max_running=6, prefill_tokens=40)
     kernels = trainer_kernels(model, PAGE)
     together = PolicyForward(model, temperature=TEMPERATURE, kernels=kernels, head_chunk_tokens=50)
     assert [gap(together, rollouts, n) for n in (len(rollouts), 5, 1)] == [0.0] * 3
@@ -111,7 +112,7 @@ def test_long_prompts_and_many_samples_are_cut_without_a_trace(monkeypatch: pyte
     ],
 )
 def test_its_gradient_is_that_of_the_plain_forward(name: str, options: dict[str, Any]) -> None:
-    model = adapted("llama-biased") if name == "lora" else tiny_model(name)
+    model = adapted(tiny_model("qwen2", initializer_range=0.1)) if name == "lora" else tiny_model(name)
     samples = random_samples(1, [(5, [3, 7, 1, 4]), (9, [2, 80]), (3, [6]), (5, [5, 5])])
     reference = [plain_logprobs(model, s, TEMPERATURE) for s in samples]  # type: ignore[arg-type]  # peft hands it on
     torch.cat([r * torch.arange(1, len(r) + 1) for r in reference]).sum().backward()
@@ -129,7 +130,9 @@ def test_entropy_has_the_gradient_of_the_plain_forward_too() -> None:
     model, samples = tiny_model(), random_samples(1, [(5, [3, 7, 4])])
     found = []
     for options in ({}, {"kernels": trainer_kernels(model, 16)}):
-        PolicyForward(model, **options)(samples).entropy_BT.sum().backward()  # type: ignore[arg-type]
+        forward = PolicyForward(model, **options)  # type: ignore[arg-type]
+        forward(samples).entropy_BT.sum().backward()
+        forward.release()
         found.append(gradients(model))
     assert largest_relative_gap(found[1], found[0]) <= 1e-5
 
@@ -170,7 +173,7 @@ def test_smollm2_is_updated_on_exactly_what_it_sampled() -> None:
         model.state_dict(),
         eos_ids=(),
         decode=decode,
-        config=RolloutConfig(numerics="reproducible", kv_pages=14, max_running=5),
+        config=RolloutConfig(numerics="reproducible", kv_pages=6, max_running=5),
         device=CPU,
         dtype=torch.float32,
     )

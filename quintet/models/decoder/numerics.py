@@ -10,6 +10,8 @@ The bits of a row are made a function of that row alone:
 
 Which numbers of rows agree to the bit is measured, for this machine, its threads and the model's own layers, when
 weights are first loaded (`settle_row_counts`).
+
+Engine and trainer both compute by these kernels, so that what was sampled and what is trained agree to the last bit.
 """
 
 from __future__ import annotations
