@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
+
+from quintet.observe import charts
 
 Turns = dict[str, list[float]]
 
@@ -41,6 +44,14 @@ def print_ratio(name: str, found: Turns, *, peer: str, ours: str = "quintet") ->
     mine, theirs = median(found[ours]), median(found[peer])
     print(ratio_line(name, mine, theirs, peer=peer), flush=True)
     return theirs / mine
+
+
+def write_page(path: Path, title: str, figures: Sequence[str]) -> None:
+    """Charts of quintet.observe.charts one below the other, as a page that needs nothing else."""
+    style = (Path(charts.__file__).parent / "report.css").read_text()
+    narrow = "body { max-width: 36rem; margin: 2rem auto; }"  # the chart's letters grow with it
+    head = f"<meta charset=utf-8><title>{title}</title><style>{style}{narrow}</style>"
+    path.write_text(f"<!doctype html>{head}<body>{''.join(figures)}")
 
 
 def machine() -> str:

@@ -8,9 +8,10 @@
 16 prompts x 8 samples, temperature 1, log-probabilities returned, no end token: `fixed` 128 new tokens after short
 prompts, `tail` 8 to 256 (log-normal, the same for every side), `shared` 128 after prompts of 512 tokens. Sides:
 `native` and `torch` (the embedded engine's two paths), `generate` (transformers, one padded batch until its longest
-sample ends), `continuous` (transformers' continuous batching), `vllm` (a child process of another environment, stopped
-while others run; compiled, tuned as benchmarks/NOTES.md says). Ends with RATIO lines, and for `native` with the time of
-a decoding step divided by what its matrix products and the reading of its KV take, both measured beside it.
+sample ends), `continuous` (transformers' continuous batching: a sixteenth of the tokens, since a CPU is slow at it, and
+its rate once all prompts are done), `vllm` (a child process of another environment, stopped while others run; compiled,
+tuned as benchmarks/NOTES.md says). Ends with RATIO lines, and for `native` with the time of a decoding step divided by
+what its matrix products and the reading of its KV take, both measured beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from _sides import Turns, alternate, machine, ratio_line
 from _vllm_child import VllmChild
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from quintet.models.config import ModelConfig
 from quintet.models.device import resolve_device, resolve_dtype
@@ -38,10 +39,12 @@ from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import make_engine
 from quintet.rollout.engine.fast import FastEngine
 from quintet.rollout.engine.native.model import NativeModel
+from quintet.rollout.engine.step import PAGE
 from quintet.types import Group, GroupId, Prompt, SamplingParams
 
 PROMPTS, SAMPLES = 16, 8
-Side = Callable[["Workload"], float]  # seconds
+CONTINUOUS_CUT = 16  # of its tokens that side is given one in so many
+Side = Callable[["Workload"], float]  # tokens/s
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,10 @@ def workload(name: str, vocabulary: int) -> Workload:
 class Embedded:
     """The embedded engine with one kind of kernels."""
 
-    def __init__(self, model: PreTrainedModel, kernels: str, device: torch.device, dtype: torch.dtype) -> None:
-        config = RolloutConfig.model_validate({"kernels": kernels, "prefix_cache_pages": 0})
+    def __init__(
+        self, model: PreTrainedModel, kernels: str, device: torch.device, dtype: torch.dtype, *, prefix_pages: int = 0
+    ) -> None:
+        config = RolloutConfig.model_validate({"kernels": kernels, "prefix_cache_pages": prefix_pages})
         engine = make_engine(
             model.config,
             model.state_dict(),
@@ -99,16 +104,17 @@ class Embedded:
             steps += 1
             if steps % 16 == 0 and engine.stats().running == len(work.lengths) and engine.phase == "decode":
                 self.step_s.append(time.perf_counter() - start)
-                measuring += self._measure()
-        return time.perf_counter() - began - measuring
+                self.bound_s += self.bound()
+                measuring += time.perf_counter() - start - self.step_s[-1]
+        return work.tokens / (time.perf_counter() - began - measuring)
 
-    def _measure(self) -> float:
-        model, start = self.engine.model, time.perf_counter()
-        if isinstance(model, NativeModel):
-            stats = self.engine.stats()
-            products = median(model.products_s(stats.running) for _ in range(3))
-            self.bound_s.append(products + self._kv_bytes() / model.read_bandwidth(256))
-        return time.perf_counter() - start
+    def bound(self) -> list[float]:
+        """Seconds that the products of a decoding step and the reading of its KV take now; plain torch tells none."""
+        model = self.engine.model
+        if not isinstance(model, NativeModel):
+            return []
+        products = median(model.products_s(self.engine.stats().running) for _ in range(3))
+        return [products + self._kv_bytes() / model.read_bandwidth(256)]
 
     def _kv_bytes(self) -> float:
         engine = self.engine
@@ -136,24 +142,38 @@ def generate(model: PreTrainedModel, work: Workload) -> float:
             pad_token_id=0,
             eos_token_id=None,
         )
-    return time.perf_counter() - began
+    return work.tokens / (time.perf_counter() - began)
 
 
 def continuous(model: PreTrainedModel, work: Workload) -> float:
     """transformers' continuous batching, each sample a request with its own number of tokens."""
+    lengths = [max(2, length // CONTINUOUS_CUT) for length in work.lengths]
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(work.lengths), eos_token_id=-1
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(lengths), eos_token_id=-1
     )
-    began = time.perf_counter()
-    with model.continuous_batching_context_manager(generation_config=settings) as manager:
-        for index, length in enumerate(work.lengths):
-            manager.add_request(work.prompts[index // SAMPLES], f"r{index}", max_new_tokens=length)
-        left = len(work.lengths)
-        while left:
-            result = manager.get_result(timeout=5)
-            if result is not None and result.is_finished():
-                left -= 1
-    return time.perf_counter() - began
+    pages = -(-(len(work.prompts[0]) + max(lengths)) // PAGE)
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=pages * len(lengths),
+        max_batch_tokens=RolloutConfig().prefill_tokens,
+        max_requests_per_batch=len(lengths),
+        return_logprobs=True,
+    )
+    times: list[list[float]] = []  # of each request's tokens
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=batching
+    ) as manager:
+        for index, length in enumerate(lengths):
+            prompt = work.prompts[index // SAMPLES]
+            manager.add_request(prompt, f"r{index}", max_new_tokens=length, record_timestamps=True)
+        while len(times) < len(lengths):
+            result = manager.get_result(timeout=120)
+            if result is None or result.error is not None:
+                raise SystemExit(f"continuous batching stopped: {result or manager.background_thread_status}")
+            if result.is_finished():
+                times.append(result.timestamps)
+    began = max(request[0] for request in times)
+    return sum(t > began for request in times for t in request) / (max(request[-1] for request in times) - began)
 
 
 def make_sides(wanted: list[str], model: PreTrainedModel, dtype: torch.dtype, vllm: VllmChild | None) -> dict[str, Any]:
@@ -167,7 +187,7 @@ def make_sides(wanted: list[str], model: PreTrainedModel, dtype: torch.dtype, vl
         elif name == "continuous":
             sides[name] = lambda work: continuous(model, work)
         elif vllm is not None:
-            sides[name] = lambda work: vllm.run(work.prompts, work.lengths, SAMPLES)
+            sides[name] = lambda work: work.tokens / vllm.run(work.prompts, work.lengths, SAMPLES)
     return sides
 
 
@@ -175,7 +195,7 @@ def compare(work: Workload, sides: Mapping[str, Side], turns: int) -> None:
     print(f"{work.name}: {PROMPTS} x {SAMPLES}, {work.tokens} tokens, prompts of {len(work.prompts[0])}", flush=True)
     for side in sides.values():
         side(work)  # warm
-    found: Turns = alternate({name: lambda side=side: work.tokens / side(work) for name, side in sides.items()}, turns)
+    found: Turns = alternate({name: lambda side=side: side(work) for name, side in sides.items()}, turns)
     rates = {name: median(values) for name, values in found.items()}
     for ours in ("native", "torch"):
         for peer in rates:

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _sides import machine, ratio_line
+from _sides import machine, ratio_line, write_page
 
 import quintet
 from quintet.cluster.build import Base, load_data, load_policy
 from quintet.config import RunConfig, load_config
 from quintet.models.device import resolve_device, resolve_dtype
-from quintet.observe import charts
 from quintet.observe.charts import Series, line_chart
 from quintet.observe.metrics import read_metrics
 from quintet.reward.rules import number
@@ -242,12 +241,9 @@ def seconds_to(curve: Curve, accuracy: float) -> float | None:
 
 def picture(curves: dict[str, Curve], path: Path) -> None:
     """Both curves on one self-contained page."""
-    style = (Path(charts.__file__).parent / "report.css").read_text()
     series = [Series(name, [(round(t), 100 * a) for t, a in curve]) for name, curve in curves.items()]
     chart = line_chart("Held-out greedy accuracy, %", "against training seconds, SmolLM2-135M-Instruct on sums", series)
-    narrow = "body { max-width: 36rem; margin: 2rem auto; }"  # the chart's letters grow with it
-    head = f"<meta charset=utf-8><title>Time to reward</title><style>{style}{narrow}</style>"
-    path.write_text(f"<!doctype html>{head}<body>{chart}")
+    write_page(path, "Time to reward", [chart])
 
 
 def main() -> None:

@@ -32,7 +32,9 @@ def load(env_id: str, arguments: dict[str, Any]) -> Any:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        raise Refused(f"{sys.executable} has no package verifiers: pip install 'verifiers>=0.2,<0.4' 'openai<3'") from None
+        raise Refused(
+            f"{sys.executable} has no package verifiers: pip install 'verifiers>=0.2,<0.4' 'openai<3'"
+        ) from None
     if not SERVED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SERVED[1]:
         raise Refused(f"verifiers {version} has another interface: pip install 'verifiers>=0.2,<0.4'")
     import verifiers

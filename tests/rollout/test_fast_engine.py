@@ -240,3 +240,38 @@ def test_no_page_leaks_and_every_sample_comes_back_once(script, kv_pages, max_ru
     cache.clear()
     assert sorted(cache._free) == list(range(1, kv_pages + 1))
     assert not (engine._slots.state != State.FREE).any()
+
+
+def test_a_beginning_that_comes_back_for_ever_leaves_nothing_behind():
+    engine = make_engine(MODEL, eos_ids=(), prefix_cache_pages=1000, **FAST["native"])
+    group = make_group("same", [5] * 40)
+    for _ in range(300):
+        generate(engine, [group], SamplingParams(max_tokens=1))
+    cache = engine._cache
+    assert cache.idle == 2  # the prompt's pages; a token that is never fed back needs none
+    assert len(cache._leaves) <= 2 * cache.idle + 64
+
+
+def test_plain_torch_reads_own_pages_where_they_lie_or_gathers_them():
+    groups = random_prompts(6, 60, seed=3)
+    expected = [reference_greedy(MODEL, group.prompt.token_ids, 70) for group in groups]
+    engine = make_engine(MODEL, **FAST["torch"])
+    places = []
+    own_pages = engine.model._own_pages
+
+    def note(step):
+        found = own_pages(step)
+        places.append(type(found.places) if found else None)
+        return found
+
+    engine.model._own_pages = note
+    for group in groups[:3]:
+        engine.add_group(group, SamplingParams(temperature=0.0, max_tokens=70))
+    while engine.stats().sampled_tokens < 60:
+        engine.step()
+    between = engine._cache.take(40)  # pages of somebody else
+    for group in groups[3:]:
+        engine.add_group(group, SamplingParams(temperature=0.0, max_tokens=70))
+    assert [r.response_ids for r in finish(engine)] == expected
+    assert {slice, torch.Tensor} <= set(places)
+    engine._cache.give(between)

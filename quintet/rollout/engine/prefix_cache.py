@@ -37,6 +37,15 @@ class Node:
         return len(self.key) // 4
 
 
+_Leaf = tuple[int, int, Node]  # when it was last used, an id that orders equals, the node
+_STALE = 64  # entries of the heap that need not be worth a clean-up
+
+
+def _is_current(leaf: _Leaf) -> bool:
+    used_at, _, node = leaf
+    return node.users == 0 and not node.children and node.used_at == used_at and bool(node.page)
+
+
 class PrefixCache:
     """`capacity` pages, numbered from 1 so that low ids, and thus little memory, are used first."""
 
@@ -48,7 +57,7 @@ class PrefixCache:
         self._clear_pages = clear_pages
         self._free = list(range(capacity, 0, -1))
         self._root = Node(None, b"", 0)
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of idle leaves, oldest first; may hold stale entries
+        self._leaves: list[_Leaf] = []  # heap of idle leaves, oldest first; may hold stale entries
         self._clock = 0
 
     @property
@@ -138,12 +147,16 @@ class PrefixCache:
     def _note_leaf(self, node: Node) -> None:
         if node.users == 0 and not node.children:
             heapq.heappush(self._leaves, (node.used_at, id(node), node))
+            if len(self._leaves) > 2 * self.idle + _STALE:
+                self._leaves = [entry for entry in self._leaves if _is_current(entry)]
+                heapq.heapify(self._leaves)
 
     def _evict_one(self) -> None:
         while True:
-            used_at, _, node = heapq.heappop(self._leaves)
-            if node.users == 0 and not node.children and node.used_at == used_at and node.page:
+            entry = heapq.heappop(self._leaves)
+            if _is_current(entry):
                 break
+        node = entry[2]
         if node.tainted:
             self._clear_pages([node.page])
         self.give([node.page])

@@ -20,6 +20,7 @@ from torch import Tensor
 from quintet.models.decoder.mass import BLOCK, block_sums, log_share
 from quintet.types import GroupId
 
+_AT_ONCE = 2**19  # logits; a processor's cache holds them and what is made of them
 _NUCLEUS_GUESS = 1024  # top-p first looks at this many largest probabilities; rows that need more are sorted
 
 
@@ -53,6 +54,11 @@ class SamplingRows:
     min_p: np.ndarray
     uniform: np.ndarray
 
+    def part(self, rows: slice) -> SamplingRows:
+        return SamplingRows(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
+        )
+
 
 def sample(logits_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
@@ -63,8 +69,18 @@ def sample(logits_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         temperature 1 (its own distribution is a point mass, which would say nothing). A row with a NaN or infinite
         logit gives a NaN log-probability, which the caller must check.
     """
+    count, vocabulary = logits_BV.shape
+    lot = max(1, _AT_ONCE // vocabulary) if logits_BV.device.type == "cpu" else max(1, count)
+    found = [
+        _sample_lot(logits_BV[at : at + lot].float(), rows.part(slice(at, at + lot)))
+        for at in range(0, max(1, count), lot)
+    ]
+    ids, logprobs = zip(*found, strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _sample_lot(logits_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     device = logits_BV.device
-    logits_BV = logits_BV.float()
     greedy = rows.temperature == 0.0
     scale = np.where(greedy, 1.0, rows.temperature)
     scaled_BV = logits_BV

@@ -1,10 +1,9 @@
 """A model in plain torch, on any device: what serves where the C++ kernels cannot.
 
-Same distribution and, in float32, the same greedy ids as the kernels. Attention is two batched products per part:
-over the shared pages of a group (gathered once for all its samples) and over each sample's own pages, merged by their
-maxima and sums; sequences of similar size go together, so little is padded. Heads of one KV head lie side by side,
-KV heads outermost, so that gathered pages are the operands of the products as they come. Weights are packed by oneDNN
-where torch has it for the processor.
+Same distribution and, in float32, the same greedy ids as the kernels. Attention is batched products of three kinds,
+merged by the logarithms of their sums of exp(score) (arXiv 1805.02867): over the shared pages of a group (gathered once
+for all its samples), over a decoding sample's own pages (a product per page, where it lies in the cache), and over the
+own pages of what has several new tokens (gathered). Weights are packed by oneDNN where torch has it for the processor.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from quintet.rollout.engine.sampling import SamplingRows, sample
 from quintet.rollout.engine.step import PAGE, Step
 
 _FIRST_PAGES = 64
+_DENSE = 2  # own pages are used where they lie while at most this times as many lie between them
 _MAX_SCORES = 2**24  # attention scores held at once
 
 
@@ -33,32 +33,47 @@ class Part:
 
     tokens: Tensor  # [N * C] places in the step
     kept: Tensor | None  # entries of `tokens` that are real; None: all
-    rows: Tensor  # [kv_heads * N * P] rows of the cache
+    rows: Tensor  # [kv_heads * N * P] rows of the cache, PAGE keys of one head each
     bias: Tensor  # [N, C or 1, 1, P * PAGE], 0 where a key is seen, else -inf
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """What the tokens found in one kind of part, K KV heads and G query heads each; nothing at all: peak -inf."""
+class Lot:
+    """N tokens that see up to W pages each."""
 
-    values: Tensor  # [K, T, G, head_dim] sum of values by exp(score - peak)
-    peak: Tensor  # [K, T, G]
-    mass: Tensor  # [K, T, G] sum of exp(score - peak)
+    tokens: Tensor | None  # [N]; None: all of the step's, in order
+    table: Tensor  # [N * W] among the pages of the `OwnPages`
+    bias: Tensor  # [N, W, 1], 0 where there is a page, else -inf
+
+
+@dataclass(frozen=True)
+class OwnPages:
+    """P pages of the cache, each seen by one token; of no meaning for those that are in no lot's table."""
+
+    places: slice | Tensor
+    owner: Tensor  # [P] tokens
+    bias: Tensor  # [P, 1, 1, PAGE], 0 where a key is seen, else -inf
+    lots: list[Lot]
+
+
+@dataclass
+class Mixed:
+    """What the step's T tokens found in one kind of pages, H heads each; nothing at all: `log_mass` -inf."""
+
+    values: Tensor  # [T, H, head_dim], weighted mean
+    log_mass: Tensor  # [T, H], log of the sum of exp(score)
 
     @classmethod
-    def nothing(cls, spec: ModelSpec, tokens: int, device: torch.device) -> Mixed:
-        shape = (spec.kv_heads, tokens, spec.query_group)
-        return cls(
-            torch.zeros(*shape, spec.head_dim, device=device),
-            torch.full(shape, -torch.inf, device=device),
-            torch.zeros(shape, device=device),
-        )
+    def nothing(cls, tokens: int, spec: ModelSpec, like: Tensor) -> Mixed:
+        values = like.new_zeros(tokens, spec.heads, spec.head_dim)
+        return cls(values, torch.full(values.shape[:2], -torch.inf, device=like.device))
 
-    def put(self, part: Part, values: Tensor, peak: Tensor, mass: Tensor) -> None:
-        """Each [K, N * C, G, ...]."""
-        tokens = part.tokens if part.kept is None else part.tokens[part.kept]
-        for held, new in ((self.values, values), (self.peak, peak), (self.mass, mass)):
-            held.index_copy_(1, tokens, (new if part.kept is None else new[:, part.kept]).to(held.dtype))
+    def put(self, tokens: Tensor | None, values: Tensor, log_mass: Tensor) -> None:
+        if tokens is None:
+            self.values, self.log_mass = values, log_mass
+        else:
+            self.values.index_copy_(0, tokens, values)
+            self.log_mass.index_copy_(0, tokens, log_mass)
 
 
 class TorchModel:
@@ -124,19 +139,21 @@ class TorchModel:
         within = np.arange(len(step.ids)) - step.member_start[owner]
         turns = self._turns(step.member_position[owner] + within, step.last_position)
         writes, places = self._writes(step, owner, within)
-        parts = [list(self._shared(step)), list(self._own(step))]
-        found = [Mixed.nothing(self._spec, len(step.ids), self._device) for _ in parts]
+        shared, own, pages = list(self._shared(step)), list(self._own(step)), self._own_pages(step)
+        in_shared, in_own = (Mixed.nothing(len(step.ids), self._spec, self._kv) for _ in range(2))
         x_TE = self._weights.embedding[self._tensor(step.ids)].float()
         for index, layer in enumerate(self._weights.layers):
-            q_KTX, k_THD, v_THD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
-            keys, values = self._rows(0, index), self._rows(1, index)
+            q_TX, k_THD, v_THD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
+            keys, values = self._kv[0, index], self._kv[1, index]
             for stored, fresh in ((keys, k_THD), (values, v_THD)):
                 rows = fresh if writes is None else fresh[writes]
                 stored.view(-1, self._spec.head_dim).index_copy_(0, places, rows.reshape(-1, self._spec.head_dim))
-            for kind, mixed in zip(parts, found, strict=True):
-                for part in kind:
-                    self._attend(q_KTX, keys, values, part, mixed)
-            x_TE += layer.output(self._merge(*found))
+            for parts, mixed in ((shared, in_shared), (own, in_own)):
+                for part in parts:
+                    self._attend(q_TX, keys, values, part, mixed)
+            if pages is not None:
+                self._attend_pages(q_TX, keys, values, pages, in_own)
+            x_TE += layer.output(_merge(in_shared, in_own))
             gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
             x_TE += layer.down(F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
@@ -146,45 +163,59 @@ class TorchModel:
         return rms_norm(x, weight, self._spec.norm_eps).to(self.dtype)
 
     def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
-        """What `rotate` in model.py multiplies a head's halves with, and the halves in each other's place:
-        [T, 1, head_dim] each."""
+        """What `rotate` in model.py multiplies the halves of a head with, and the halves in each other's place:
+        [T, heads + kv_heads, head_dim] each."""
         cos, sin = self._rope.rows(self._tensor(positions), last)
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        heads = self._spec.heads + self._spec.kv_heads
+        turns = (torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+        return turns[0].repeat(1, heads, 1), turns[1].repeat(1, heads, 1)
 
     def _project(self, layer: Layer, x_TE: Tensor, straight: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [kv_heads, T, query_group * head_dim], keys and values [T, kv_heads, head_dim]."""
+        """Queries [T, heads * head_dim], keys and values [T, kv_heads, head_dim]."""
         spec = self._spec
         fused = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
-        qk, v = fused.split([spec.heads + spec.kv_heads, spec.kv_heads], dim=1)
-        qk = qk.float()
+        qk, v = fused.float()[:, : spec.heads + spec.kv_heads], fused[:, spec.heads + spec.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
             qk = torch.cat([rms_norm(q, layer.q_norm, spec.norm_eps), rms_norm(k, layer.k_norm, spec.norm_eps)], dim=1)
         qk = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed).to(self.dtype)
         q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
-        return q.reshape(len(q), spec.kv_heads, -1).transpose(0, 1).contiguous(), k, v
+        return q.reshape(len(q), -1), k, v
 
-    def _attend(self, q_KTX: Tensor, keys: Tensor, values: Tensor, part: Part, mixed: Mixed) -> None:
+    def _attend(self, q_TX: Tensor, keys: Tensor, values: Tensor, part: Part, mixed: Mixed) -> None:
         kv, group, width = self._spec.kv_heads, self._spec.query_group, self._spec.head_dim
         n, _, _, seen = part.bias.shape
-        q = q_KTX.index_select(1, part.tokens).view(kv * n, -1, width)
-        k, v = (x.index_select(0, part.rows).view(kv * n, seen, width) for x in (keys, values))
+        q = q_TX.index_select(0, part.tokens).view(-1, kv, group * width).transpose(0, 1).reshape(kv * n, -1, width)
+        k, v = (x.view(-1, PAGE * width).index_select(0, part.rows).view(kv * n, seen, width) for x in (keys, values))
         products = torch.bmm(q, k.transpose(1, 2)).view(kv, n, -1, group, seen)
         scores = torch.add(part.bias, products, alpha=width**-0.5)
-        peak = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(peak).exp_()
+        weights = scores.softmax(-1)
         out = torch.bmm(weights.view(kv * n, -1, seen).to(self.dtype), v)
-        by_token = (kv, len(part.tokens), group)
-        mixed.put(part, out.view(*by_token, width), peak.view(by_token), weights.sum(-1).view(by_token))
 
-    def _merge(self, one: Mixed, other: Mixed) -> Tensor:
-        """Attention over both kinds of parts [T, heads * head_dim] (arXiv 1805.02867)."""
-        peak = torch.maximum(one.peak, other.peak)
-        shares = [torch.exp(part.peak - peak) for part in (one, other)]
-        total = one.mass * shares[0] + other.mass * shares[1]
-        scales = [(share / total)[..., None] for share in shares]
-        mixed_KTGD = torch.addcmul(one.values * scales[0], other.values, scales[1]).to(self.dtype)
-        return mixed_KTGD.transpose(0, 1).reshape(mixed_KTGD.shape[1], -1)
+        def by_token(x: Tensor) -> Tensor:  # [kv, tokens, group, ...] -> [kept, heads, ...]
+            x = x.transpose(0, 1).flatten(1, 2)
+            return x if part.kept is None else x[part.kept]
+
+        tokens = part.tokens if part.kept is None else part.tokens[part.kept]
+        log_mass = _log_mass(scores, weights).view(kv, -1, group)
+        mixed.put(tokens, by_token(out.view(kv, -1, group, width)), by_token(log_mass))
+
+    def _attend_pages(self, q_TX: Tensor, keys: Tensor, values: Tensor, pages: OwnPages, mixed: Mixed) -> None:
+        heads, group, width = self._spec.heads, self._spec.query_group, self._spec.head_dim
+        places = pages.places
+        k, v = (x[places] if isinstance(places, slice) else x.index_select(0, places) for x in (keys, values))
+        q = q_TX.index_select(0, pages.owner).view(-1, group, width)
+        products = torch.bmm(q, k.view(-1, PAGE, width).transpose(1, 2)).view(len(k), -1, group, PAGE)
+        scores = torch.add(pages.bias, products, alpha=width**-0.5)
+        weights = scores.softmax(-1)
+        out = torch.bmm(weights.view(-1, group, PAGE).to(self.dtype), v.view(-1, PAGE, width)).view(len(k), -1)
+        log_mass = _log_mass(scores, weights).view(len(k), heads)
+        for lot in pages.lots:
+            n, most, _ = lot.bias.shape
+            some = log_mass.index_select(0, lot.table).view(n, most, heads) + lot.bias
+            shares = some.softmax(1)
+            found = out.index_select(0, lot.table).view(n, most, heads, width)
+            mixed.put(lot.tokens, (found * shares[..., None].to(self.dtype)).sum(1), some.logsumexp(1))
 
     def _shared(self, step: Step) -> Iterator[Part]:
         """Each group's tokens over its shared pages."""
@@ -203,9 +234,9 @@ class TorchModel:
             yield self._part(ends[some], np.diff(ends)[some], table, seen.reshape(len(some), 1, -1))
 
     def _own(self, step: Step) -> Iterator[Part]:
-        """Each member's tokens over its own pages, up to themselves."""
-        seen = np.where(step.member_writes > 0, step.own_before + step.member_count, 0)
-        pages = -(-seen // PAGE)
+        """The tokens of each member that has several over its own pages, up to themselves."""
+        several = (step.member_writes > 0) & (step.member_count > 1)
+        pages = -(-np.where(several, step.own_before + step.member_count, 0) // PAGE)
         for some in _alike(step.member_count, pages, self._spec.heads):
             counts, width = step.member_count[some], int(pages[some].max())
             places = np.minimum(np.arange(counts.max()), counts[:, None] - 1) + step.own_before[some, None]
@@ -214,17 +245,46 @@ class TorchModel:
             table[np.arange(width) >= pages[some, None]] = 0  # what lies beyond is of an earlier user
             yield self._part(step.member_start[some], counts, table, shown)
 
+    def _own_pages(self, step: Step) -> OwnPages | None:
+        """Own pages of the members that have one token."""
+        single = np.flatnonzero((step.member_writes > 0) & (step.member_count == 1))
+        if not len(single):
+            return None
+        seen = step.own_before[single] + 1
+        counts = -(-seen // PAGE)
+        owner = np.repeat(np.arange(len(single)), counts)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        used = step.own_table[step.member_row[single][owner], within].astype(np.int64)
+        first, size = int(used.min()), int(used.max() - used.min()) + 1
+        scattered = size > _DENSE * len(used)
+        local = np.arange(len(used)) if scattered else used - first
+        token, shown = np.zeros((2, len(used) if scattered else size), dtype=np.int64)
+        token[local], shown[local] = step.member_start[single][owner], np.minimum(seen[owner] - within * PAGE, PAGE)
+        lots = []
+        for some in _alike(np.ones_like(counts), counts, self._spec.heads):
+            columns = np.arange(counts[some].max())
+            real = columns < counts[some, None]
+            ends = np.cumsum(counts)[some]
+            table = local[(ends - counts[some])[:, None] + np.minimum(columns, counts[some, None] - 1)]
+            tokens = None if len(some) == len(step.ids) else self._tensor(step.member_start[some])
+            lots.append(Lot(tokens, self._tensor(table.ravel()), self._bias(real)[..., None]))
+        return OwnPages(
+            places=self._tensor(used) if scattered else slice(first, first + size),
+            owner=self._tensor(token),
+            bias=self._bias((np.arange(PAGE) < shown[:, None]) | (shown == 0)[:, None])[:, None, None],
+            lots=lots,
+        )
+
     def _part(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, seen: np.ndarray) -> Part:
         width = int(counts.max())
         places = np.minimum(np.arange(width), counts[:, None] - 1)
         real = np.arange(width) < counts[:, None]
         heads = np.arange(self._spec.kv_heads)[:, None]
-        bias = torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -torch.inf)
         return Part(
             tokens=self._tensor((starts[:, None] + places).ravel()),
             kept=None if real.all() else self._tensor(np.flatnonzero(real)),
             rows=self._tensor((table.ravel() * len(heads) + heads).ravel()),
-            bias=bias.to(self._device)[:, :, None],
+            bias=self._bias(seen)[:, :, None],
         )
 
     def _writes(self, step: Step, owner: np.ndarray, within: np.ndarray) -> tuple[Tensor | None, Tensor]:
@@ -243,9 +303,8 @@ class TorchModel:
             extra = min(self._capacity, max(page + 1, 2 * held)) - held
             self._kv = torch.cat([self._kv, self._kv.new_zeros(self._kv_shape(extra))], dim=2)
 
-    def _rows(self, kind: int, layer: int) -> Tensor:
-        """Keys (0) or values (1) of a layer, [pages * kv_heads, PAGE * head_dim]."""
-        return self._kv[kind, layer].view(-1, PAGE * self._spec.head_dim)
+    def _bias(self, seen: np.ndarray) -> Tensor:
+        return torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -torch.inf).to(self._device)
 
     def _kv_shape(self, pages: int) -> tuple[int, ...]:
         return (2, self._spec.layers, pages, self._spec.kv_heads, PAGE, self._spec.head_dim)
@@ -258,6 +317,17 @@ def _token_places(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
     """Page of each token, and its place in it."""
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(pages, counts), within
+
+
+def _log_mass(scores: Tensor, weights: Tensor) -> Tensor:
+    """Log of the sum of exp(score), from the softmax of the scores: its largest weight is exp(largest - log sum)."""
+    return scores.amax(-1) - weights.amax(-1).log()
+
+
+def _merge(one: Mixed, other: Mixed) -> Tensor:
+    """Attention over both kinds of pages, [T, heads * head_dim]."""
+    share = torch.sigmoid(other.log_mass - one.log_mass)
+    return torch.lerp(one.values, other.values, share[..., None].to(one.values.dtype)).flatten(1)
 
 
 def _alike(tokens: np.ndarray, pages: np.ndarray, heads: int) -> Iterator[np.ndarray]:
