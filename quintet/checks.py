@@ -132,6 +132,12 @@ def _online(config: RunConfig, algorithm: Algorithm) -> Iterator[Problem]:
     yield from _mixture(config, algorithm)
     yield from _sampling(config)
     yield from _dropout(config)
+    if config.rollout.vllm.sleep and algorithm.max_staleness > 0:
+        yield Problem(
+            "rollout.vllm.sleep",
+            f"rollout.vllm.sleep needs an engine that rests while the trainer works, but algorithm.max_staleness "
+            f"{algorithm.max_staleness} lets them overlap: set it to 0, or remove rollout.vllm.sleep",
+        )
     for key, value, default in (
         ("offline", config.offline, OfflineConfig()),
         ("data.answers", config.data.answers, AnswerColumnsConfig()),

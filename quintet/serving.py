@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -135,11 +135,13 @@ def wants(key: str) -> DependsOn:
 
 
 class BodyLimit:
-    """Ends the reading of a body that is too large; FastAPI makes a 400 of it."""
+    """Ends the reading of a body that is too large; FastAPI makes a 400 of it. `unlimited`: paths of routes that see to
+    it themselves."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, unlimited: Collection[str] = ()) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._unlimited = frozenset(unlimited)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         taken = 0
@@ -152,7 +154,8 @@ class BodyLimit:
                 raise ValueError(f"the body is larger than {self._max_bytes} bytes")
             return message
 
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
+        bounded = scope["type"] == "http" and scope["path"] not in self._unlimited
+        await self._app(scope, limited if bounded else receive, send)
 
 
 class ThreadedServer:

@@ -189,6 +189,12 @@ def test_group_size_one_is_fine_without_groups() -> None:
     assert load_config({"rollout": {"group_size": 1}, "algorithm": {"preset": "reinforce"}}).rollout.group_size == 1
 
 
+def test_an_engine_that_sleeps_while_the_trainer_works_does_not_overlap_with_it(tmp_path: Path) -> None:
+    text = "rollout: {engine: vllm, vllm: {url: 'http://h', sleep: true}}\nalgorithm: {max_staleness: 1}\n"
+    assert refusal(tmp_path, text).startswith("R:1: rollout.vllm.sleep needs an engine that rests")
+    load_config({"rollout": {"engine": "vllm", "vllm": {"url": "http://h", "sleep": True}}})
+
+
 def test_mini_batches_must_divide_the_groups_cfg01(tmp_path: Path) -> None:
     text = "rollout: {groups_per_step: 8, group_size: 8}\ntrain:\n  old: trainer\n  mini_batches: 3\n"
     assert refusal(tmp_path, text) == (

@@ -33,6 +33,9 @@ def serve_rollout(
         Path | None,
         typer.Option("--weights-root", metavar="DIR", help="/update_weights reads below it; none: weights stay."),
     ] = None,
+    weights_stream: Annotated[
+        bool, typer.Option("--weights-stream", help="/update_weights/stream takes weights in the request's body.")
+    ] = False,
     role: Annotated[
         Role, typer.Option("--role", help="prefill: prompts, for decode servers; decode: what follows them; both: all.")
     ] = Role.BOTH,
@@ -49,7 +52,7 @@ def serve_rollout(
     rollout.max_running=64.
     """
     config = _config(model, set_)
-    _serve(host, port, lambda key: _rollout_server(config, key, weights_root, role, prefill_url or []))
+    _serve(host, port, lambda key: _rollout_server(config, key, weights_root, weights_stream, role, prefill_url or []))
 
 
 def serve_gateway(
@@ -72,11 +75,23 @@ def _config(model: str, overrides: list[str] | None) -> RunConfig:
 
 
 def _rollout_server(
-    config: RunConfig, key: str, weights_root: Path | None, role: Role, prefill_urls: list[str]
+    config: RunConfig,
+    key: str,
+    weights_root: Path | None,
+    weights_stream: bool,
+    role: Role,
+    prefill_urls: list[str],
 ) -> RolloutServer:
     from quintet.cluster.serving import rollout_server
 
-    return rollout_server(config, key=key, weights_root=weights_root, role=role, prefill_urls=prefill_urls)
+    return rollout_server(
+        config,
+        key=key,
+        weights_root=weights_root,
+        weights_stream=weights_stream,
+        role=role,
+        prefill_urls=prefill_urls,
+    )
 
 
 def _gateway(config: RunConfig, key: str) -> Gateway:

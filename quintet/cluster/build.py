@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +25,7 @@ from quintet.models.tokenizer import PromptEncoder, Tokenizer
 from quintet.protocols import RolloutWorker
 from quintet.rollout.agent_loop import AgentLoopWorker
 from quintet.rollout.environments import AGENT, VERIFIERS, EnvironmentFactory, check_environment, is_agent, load
-from quintet.rollout.factory import check_rollout_config, make_rollout_worker
+from quintet.rollout.factory import check_device, check_rollout_config, make_rollout_worker
 from quintet.train.exact import trainer_kernels
 from quintet.train.offline import Example, sft, warm_start_config
 from quintet.types import Prompt, QuintetError, SamplingParams
@@ -57,6 +57,7 @@ class Base:
         check_environment(config.environment)
         use_threads(config)
         device = resolve_device(config.model.device)
+        check_device(config.rollout, device.type)
         hf_config, tokenizer = load_hf_config(config.model), load_tokenizer(config.model)
         if is_agent(config.environment) and not PromptEncoder(tokenizer, config.model).uses_chat_template:
             raise QuintetError(
@@ -166,11 +167,21 @@ def _agents(
     )
 
 
+def before_training(config: RunConfig, rollout: RolloutWorker) -> Callable[[], Awaitable[None]] | None:
+    """What makes room for the trainer on a GPU that it shares with the engine."""
+    if config.rollout.engine != "vllm" or not config.rollout.vllm.sleep:
+        return None
+    from quintet.rollout.vllm import VllmRolloutWorker
+
+    engine = rollout if config.environment.kind is None else rollout.worker  # type: ignore[attr-defined]
+    assert isinstance(engine, VllmRolloutWorker)
+    return engine.sleep
+
+
 def weight_store(config: RunConfig) -> MemoryStore | FileStore:
-    """Where the trainer publishes: in memory, or in the folder that rollout servers read."""
-    if config.rollout.engine != "http":
+    """Where the trainer publishes: in the folder that rollout servers read, or in memory."""
+    if config.rollout.weights_dir is None:
         return MemoryStore()
-    assert config.rollout.weights_dir is not None, "checked with the recipe"
     return FileStore(os.path.abspath(config.rollout.weights_dir))
 
 

@@ -22,6 +22,7 @@ from quintet.buffer.journal import SqliteJournal
 from quintet.cluster.build import (
     Base,
     Data,
+    before_training,
     engine_worker,
     in_environment,
     load_data,
@@ -267,6 +268,7 @@ class LocalRun:
             on_span=self._timeline,
             on_publish=self._keeper.record_version,
             on_batch=record_batch,
+            before_training=before_training(config, rollout),
         )
         return controller
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from quintet.cluster.build import Base, engine_worker, load_policy
 from quintet.config import RunConfig
 from quintet.models.loader import load_tokenizer
@@ -12,6 +14,7 @@ from quintet.rollout.config import Role, RolloutConfig
 from quintet.rollout.engine.worker import EngineWorker
 from quintet.rollout.gateway import Gateway
 from quintet.rollout.server import RolloutServer
+from quintet.rollout.weight_stream import HEADER_BYTES
 from quintet.types import QuintetError
 
 
@@ -20,12 +23,18 @@ def rollout_server(
     *,
     key: str,
     weights_root: Path | None,
+    weights_stream: bool = False,
     role: Role = Role.BOTH,
     prefill_urls: Sequence[str] = (),
 ) -> RolloutServer:
-    """The configured model and engine, loaded. Raises QuintetError as those do and `check_role` does."""
+    """The configured model and engine, loaded. Raises QuintetError as those do and `check_role` does.
+
+    `weights_stream`: new weights may come in a request, as large as the model's own in float32 (a tied head twice).
+    """
     check_role(config.rollout, role, prefill_urls)
-    base, worker = _engine(config)
+    base, model = Base.of(config), load_policy(config.model)
+    worker = _engine(config, base, model)
+    entries = sum(tensor.numel() for tensor in model.state_dict().values())
     return RolloutServer(
         worker,
         base.tokenizer,
@@ -33,6 +42,7 @@ def rollout_server(
         key=key,
         context=base.hf_config.get_text_config().max_position_embeddings,
         weights_root=weights_root,
+        stream_limit=4 * entries + HEADER_BYTES if weights_stream else None,
         template_kwargs=config.model.chat_template_kwargs,
         role=role,
         prefill_urls=prefill_urls,
@@ -57,7 +67,8 @@ def gateway(config: RunConfig, *, key: str) -> Gateway:
     """The same as a gateway. Raises QuintetError also for a model without a chat template, which no agent could use."""
     if not load_tokenizer(config.model).has_chat_template:
         raise QuintetError(f"quintet serve gateway: {config.model.name} has no chat template; use an instruct model")
-    base, worker = _engine(config)
+    base = Base.of(config)
+    worker = _engine(config, base, load_policy(config.model))
     return Gateway(
         worker,
         base.tokenizer,
@@ -68,8 +79,7 @@ def gateway(config: RunConfig, *, key: str) -> Gateway:
     )
 
 
-def _engine(config: RunConfig) -> tuple[Base, EngineWorker]:
-    base = Base.of(config)
-    worker = engine_worker(config, base, load_policy(config.model), 0)
+def _engine(config: RunConfig, base: Base, model: PreTrainedModel) -> EngineWorker:
+    worker = engine_worker(config, base, model, 0)
     assert isinstance(worker, EngineWorker), "the command refuses other engines"
-    return base, worker
+    return worker

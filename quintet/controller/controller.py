@@ -109,6 +109,7 @@ class Controller:
         on_span: Callable[[Span], None] = lambda span: None,
         on_publish: Callable[[WeightRef, int], None] = lambda ref, step: None,
         on_batch: Callable[[int, list[Group]], None] = lambda step, groups: None,
+        before_training: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.settings = settings
         self.algorithm = algorithm
@@ -122,6 +123,7 @@ class Controller:
         self._on_span = on_span
         self._on_publish = on_publish
         self._on_batch = on_batch
+        self._before_training = before_training
         self._retries: deque[Group] = deque()  # next attempts of dropped groups, admitted before new prompts
         self._redo: deque[StepAssignment] = deque()
         self._pending: list[Group] = []  # groups in flight when the process ended, taken up after the redo
@@ -161,6 +163,8 @@ class Controller:
         groups, dropped = await self._next_groups()
         self._on_span(Span("controller", "wait", started, self.clock.now()))
         self._on_batch(step, groups)
+        if self._before_training is not None:
+            await self._before_training()
         values = sample_metrics(groups, self.state.version)
         batch = await self._timed("train", "prepare", self.train.prepare(self._experiences(step, groups)))
         batch = self.compute_advantage(batch)

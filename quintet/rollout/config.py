@@ -50,22 +50,49 @@ class EnvironmentConfig(BaseModel):
     max_sessions: int = Field(512, gt=0, description="episodes at once")
 
 
-class VllmConfig(BaseModel):
-    """`rollout.engine: vllm`: a server that runs already (`url`), or one started from an environment that has vLLM."""
+class ServedEngineConfig(BaseModel):
+    """An engine behind its own HTTP server: one that runs already (`url`), or one started from an environment of its
+    own (`python`)."""
 
     model_config = ConfigDict(extra="forbid")
 
     url: str | None = Field(None, description="of a running server; null: start one")
-    api_key_env: str = Field("VLLM_API_KEY", description="environment variable with the key of the server at `url`")
-    python: str | None = Field(None, description="interpreter of the environment that has vLLM (make vllm-env)")
-    args: list[str] = Field(default_factory=list, description="more arguments of the server, e.g. [--enforce-eager]")
-    env: dict[str, str] = Field(default_factory=dict, description="more environment variables of the server")
-    cpu_kv_gb: int = Field(2, gt=0, description="KV cache on a CPU")
+    python: str | None = Field(None, description="interpreter of the environment that has the engine")
+    args: list[str] = Field(default_factory=list, description="more arguments of a server that is started")
+    env: dict[str, str] = Field(default_factory=dict, description="more environment variables of a server started")
     weights_dir: str | None = Field(
         None, description="folder through which weights reach the server, one that both see; null: /dev/shm"
     )
     start_timeout_s: float = Field(300.0, gt=0)
     silence_s: float = Field(120.0, gt=0, description="how long a server may say nothing")
+    api_key_env: str = Field(description="environment variable with the key of the server at `url`")
+
+
+class VllmConfig(ServedEngineConfig):
+    """`rollout.engine: vllm` (`make vllm-env` makes an environment that has it)."""
+
+    api_key_env: str = Field("VLLM_API_KEY", description="environment variable with the key of the server at `url`")
+    cpu_kv_gb: int = Field(2, gt=0, description="KV cache on a CPU")
+    sleep: bool = Field(
+        False,
+        description="for one GPU of trainer and engine: the server frees its memory while the trainer works (one at "
+        "`url` must have --enable-sleep-mode)",
+    )
+
+
+class SglangConfig(ServedEngineConfig):
+    """`rollout.engine: sglang`."""
+
+    api_key_env: str = Field("SGLANG_API_KEY", description="environment variable with the key of the server at `url`")
+
+
+class TensorrtLlmConfig(ServedEngineConfig):
+    """`rollout.engine: tensorrt_llm`. The server at `url` must have TensorRT-LLM's RL control endpoints."""
+
+    api_key_env: str = Field("TRTLLM_API_KEY", description="environment variable with the key of the server at `url`")
+    control_key_env: str = Field(
+        "TRTLLM_RL_CONTROL_API_KEY", description="environment variable with the key that signs new weights for `url`"
+    )
 
 
 class RolloutConfig(BaseModel):
@@ -73,10 +100,12 @@ class RolloutConfig(BaseModel):
 
     engine: str = Field(
         "embedded",
-        description="embedded (continuous batching), transformers (any architecture), vllm, http (servers of quintet), "
-        "or module:Class",
+        description="embedded (continuous batching), transformers (any architecture), vllm, sglang, tensorrt_llm, "
+        "http (servers of quintet), or module:Class",
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig)
+    sglang: SglangConfig = Field(default_factory=SglangConfig)
+    tensorrt_llm: TensorrtLlmConfig = Field(default_factory=TensorrtLlmConfig)
     groups_per_step: int = Field(8, gt=0, description="prompts in one controller step")
     group_size: int = Field(8, gt=0, description="samples per prompt")
     numerics: Literal["fast", "reproducible"] = Field(
@@ -110,7 +139,9 @@ class RolloutConfig(BaseModel):
     )
     router: str = Field("sticky", description="engine http: sticky, prefix, power_of_two, round_robin, or module:Class")
     weights_dir: str | None = Field(
-        None, description="engine http: where weights are published, below the servers' --weights-root"
+        None,
+        description="engine http: where weights are published, below the servers' --weights-root; null: they travel "
+        "in requests (servers with --weights-stream)",
     )
     timeout_s: float | None = Field(
         None, gt=0, description="a group that takes longer is aborted and tried again (3 tries); null: no limit"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintet.protocols import RolloutWorker
-from quintet.rollout.config import RolloutConfig, VllmConfig
+from quintet.rollout.config import RolloutConfig, ServedEngineConfig
 from quintet.rollout.router import LoadBalancer, make_strategy
 from quintet.types import (
     Group,
@@ -35,23 +35,29 @@ _FAST_ONLY = ("kernels", "prefix_cache_pages")
 _EMBEDDED_ONLY = (*_REPRODUCIBLE_ONLY, *_FAST_ONLY, "kv_pages", "prefill_tokens")
 _HTTP_ONLY = ("urls", "prefill_urls", "router", "weights_dir")
 KEY_VARIABLE = "QUINTET_ROLLOUT_KEY"
+_SERVED = {  # engine -> its module, its class, and where an environment with it comes from
+    "vllm": ("quintet.rollout.vllm", "VllmRolloutWorker", "vLLM (`make vllm-env` makes one)"),
+    "sglang": ("quintet.rollout.sglang", "SglangRolloutWorker", "SGLang"),
+    "tensorrt_llm": ("quintet.rollout.tensorrt_llm", "TensorrtLlmRolloutWorker", "TensorRT-LLM"),
+}
 
 
 def check_rollout_config(config: RolloutConfig) -> None:
     """Raises QuintetError for an engine that does not exist or options that it would ignore. Imports no torch."""
     _check_http(config)
-    _check_vllm(config)
+    for engine in _SERVED:
+        _check_served(config, engine)
     if config.engine == "transformers":
         _check_transformers(config)
     elif config.engine == "embedded":
         _check_numerics(config)
-    if config.engine in ("embedded", "transformers", "vllm", "http"):
+    if config.engine in ("embedded", "transformers", "http", *_SERVED):
         return
     module, _, name = config.engine.partition(":")
     if not module or not name:
         raise QuintetError(
             f"rollout.engine: {config.engine!r} is not an engine.\n"
-            "Use embedded, transformers, vllm, http, or the path of your own class as package.module:Class."
+            "Use embedded, transformers, vllm, sglang, tensorrt_llm, http, or your own class as package.module:Class."
         )
     try:
         found = importlib.util.find_spec(module) is not None
@@ -75,32 +81,42 @@ def _check_http(config: RolloutConfig) -> None:
         raise QuintetError(
             f"rollout.prefill_urls: {min(both)} is among rollout.urls too; a server is one or the other."
         )
-    if config.weights_dir is None:
-        raise QuintetError(
-            "rollout.weights_dir: engine http needs a folder below the servers' --weights-root to publish weights in."
-        )
     if config.numerics == "reproducible":
         raise QuintetError("rollout.numerics: the servers decide on it; start them with --set rollout.numerics=...")
     make_strategy(config.router)
 
 
-def _check_vllm(config: RolloutConfig) -> None:
-    """vLLM needs a server or an interpreter; its options do nothing for another engine."""
-    if config.engine != "vllm":
-        if config.vllm != VllmConfig():
+def _check_served(config: RolloutConfig, engine: str) -> None:
+    """Such an engine needs a server or an interpreter; its options do nothing for another engine."""
+    options: ServedEngineConfig = getattr(config, engine)
+    if config.engine != engine:
+        if options != type(options).model_validate({}):
             raise QuintetError(
-                f"rollout.vllm has no effect with rollout.engine: {config.engine}; remove it or set engine: vllm."
+                f"rollout.{engine} has no effect with rollout.engine: {config.engine}; "
+                f"remove it or set engine: {engine}."
             )
         return
     if config.numerics == "reproducible":
         raise QuintetError("rollout.numerics: reproducible is kept by rollout.engine: embedded only; set fast.")
-    if config.vllm.url is None and config.vllm.python is None:
+    if options.url is None and options.python is None:
         raise QuintetError(
-            "rollout.engine: vllm needs a server or an environment that has vLLM.\n"
-            "Set rollout.vllm.url, or rollout.vllm.python to its interpreter (`make vllm-env` makes one)."
+            f"rollout.engine: {engine} needs a server or an environment that has {_SERVED[engine][2]}.\n"
+            f"Set rollout.{engine}.url, or rollout.{engine}.python to the environment's interpreter."
         )
-    if config.vllm.url is None and not Path(config.vllm.python or "").is_file():
-        raise QuintetError(f"rollout.vllm.python: there is no file {config.vllm.python!r}.")
+    if options.url is not None and options.python is not None:
+        raise QuintetError(f"rollout.{engine}: url and python exclude each other; remove one of them.")
+    if options.python is not None and not Path(options.python).is_file():
+        raise QuintetError(f"rollout.{engine}.python: there is no file {options.python!r}.")
+
+
+def check_device(config: RolloutConfig, device: str) -> None:
+    """Raises QuintetError for what the run's device (its type) cannot do."""
+    if config.engine == "tensorrt_llm" and device != "cuda":
+        raise QuintetError(f"rollout.engine: tensorrt_llm runs on NVIDIA GPUs, but the run's device is {device}.")
+    if config.engine == "vllm" and config.vllm.sleep and device == "cpu":
+        raise QuintetError(
+            "rollout.vllm.sleep: vLLM frees memory of GPUs only, but the run's device is cpu; remove it."
+        )
 
 
 def _check_transformers(config: RolloutConfig) -> None:
@@ -143,6 +159,7 @@ def make_rollout_worker(
     what it returns is checked. Raises QuintetError as `check_rollout_config` does, and as the engine itself does.
     """
     check_rollout_config(config)
+    check_device(config, device.type)
     if config.engine == "http":
         return _http_workers(config, weights, eos_ids, decode, version)
     if config.engine == "transformers":
@@ -153,16 +170,15 @@ def make_rollout_worker(
         from quintet.rollout.engine.worker import EmbeddedRolloutWorker
 
         make: Callable[..., RolloutWorker] = EmbeddedRolloutWorker
-    elif config.engine == "vllm":
-        from quintet.rollout.vllm import VllmRolloutWorker
-
-        make = VllmRolloutWorker
+    elif config.engine in _SERVED:
+        module, name, _ = _SERVED[config.engine]
+        make = vars(importlib.import_module(module))[name]
     else:
         make = _load_class(config.engine)
     worker = make(
         hf_config, weights, eos_ids=eos_ids, decode=decode, config=config, device=device, dtype=dtype, version=version
     )
-    return worker if config.engine in ("embedded", "vllm") else CheckedRolloutWorker(worker, config.engine)
+    return worker if config.engine in ("embedded", *_SERVED) else CheckedRolloutWorker(worker, config.engine)
 
 
 def _transformers_worker(
@@ -198,19 +214,22 @@ def _http_workers(
     from quintet.rollout.routed import RoutedRolloutWorker
     from quintet.rollout.split import SplitRolloutWorker
     from quintet.weights.file import FileStore
+    from quintet.weights.memory import MemoryStore
 
     key = os.environ.get(KEY_VARIABLE)
     if not key:
         raise QuintetError(f"rollout.engine http: put the servers' key into the environment variable {KEY_VARIABLE}.")
-    assert config.weights_dir is not None, "checked above"
-    initial = FileStore(os.path.abspath(config.weights_dir)).publish(weights, max(version, 0))
+    store = MemoryStore() if config.weights_dir is None else FileStore(os.path.abspath(config.weights_dir))
+    initial = store.publish(weights, max(version, 0))
     workers = {url: HttpRolloutWorker(url, key=key) for url in config.urls}
     prefills = {url: HttpRolloutWorker(url, key=key) for url in config.prefill_urls}
     balancer = LoadBalancer(make_strategy(config.router))
     if not prefills:
-        return RoutedRolloutWorker(workers, balancer, decode=decode, eos_ids=eos_ids, initial=initial)
+        return RoutedRolloutWorker(workers, balancer, decode=decode, eos_ids=eos_ids, initial=initial, store=store)
     second = LoadBalancer(make_strategy(config.router))
-    return SplitRolloutWorker(workers, prefills, balancer, second, decode=decode, eos_ids=eos_ids, initial=initial)
+    return SplitRolloutWorker(
+        workers, prefills, balancer, second, decode=decode, eos_ids=eos_ids, initial=initial, store=store
+    )
 
 
 def _load_class(path: str) -> Callable[..., RolloutWorker]:

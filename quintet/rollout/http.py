@@ -31,6 +31,8 @@ from quintet.types import (
     WeightRef,
     run_length,
 )
+from quintet.weights import open_weights
+from quintet.weights.file import file_bytes
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "max_tokens", "stop", "stop_token_ids", "seed", "first_sample",
@@ -78,11 +80,18 @@ class HttpRolloutWorker:
         return [rollout for rollouts in made for rollout in rollouts]
 
     async def update_weights(self, weight_path: WeightRef, version: int) -> None:
-        """The server reads the version from a folder that both sides reach. Raises TransportError, QuintetError."""
-        if weight_path.location.startswith("memory:"):
-            raise QuintetError("weights in memory cannot reach another process: publish them to a folder (FileStore)")
-        body = {"version": version, "digest": weight_path.digest, "path": weight_path.location}
-        await self._post("/update_weights", body)
+        """The server reads the version from a folder that both sides reach; one in memory travels in the request.
+
+        Raises TransportError, QuintetError."""
+        if not weight_path.location.startswith("memory:"):
+            body = {"version": version, "digest": weight_path.digest, "path": weight_path.location}
+            await self._post("/update_weights", json=body)
+            return
+        tensors = await asyncio.to_thread(open_weights, weight_path)
+        content = await asyncio.to_thread(file_bytes, tensors)
+        params = {"version": version, "digest": weight_path.digest}
+        headers = {"Content-Type": "application/octet-stream"}
+        await self._post("/update_weights/stream", content=content, params=params, headers=headers)
 
     async def health_check(self) -> Health:
         try:
@@ -92,14 +101,14 @@ class HttpRolloutWorker:
             return Health(False, message=f"{self.url}: {_said(error)}")
 
     async def abort(self, group_ids: list[GroupId]) -> None:
-        await self._post("/abort", {"group_ids": [str(group_id) for group_id in group_ids]})
+        await self._post("/abort", json={"group_ids": [str(group_id) for group_id in group_ids]})
 
     async def pause(self, mode: str) -> None:
         """`abort`, `wait` or `keep`, see `EngineWorker.pause`."""
-        await self._post("/pause", {"mode": mode})
+        await self._post("/pause", json={"mode": mode})
 
     async def resume(self) -> None:
-        await self._post("/resume", None)
+        await self._post("/resume")
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -146,9 +155,9 @@ class HttpRolloutWorker:
                 if line:  # an empty one is a sign of life
                     yield json.loads(line)
 
-    async def _post(self, path: str, body: Any) -> None:
+    async def _post(self, path: str, **body: Any) -> None:
         try:
-            self._check(await self._client.post(path, json=body, timeout=600.0))
+            self._check(await self._client.post(path, timeout=600.0, **body))
         except httpx.HTTPError as error:
             raise TransportError(f"{self.url}{path}: {_said(error)}") from error
 

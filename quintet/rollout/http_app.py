@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -26,15 +26,17 @@ MAX_BODY_BYTES = 32 * 2**20
 bearer = HTTPBearer(auto_error=False, description="the key that the server printed when it started")
 
 
-def make_app(title: str, lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
-    """An app whose every error is OpenAI's error object."""
+def make_app(
+    title: str, lifespan: Callable[[FastAPI], Any] | None = None, *, unlimited: Collection[str] = ()
+) -> FastAPI:
+    """An app whose every error is OpenAI's error object. `unlimited`: paths whose routes bound their bodies."""
     app = FastAPI(title=title, docs_url=None, redoc_url=None, responses=ERROR_RESPONSES, lifespan=lifespan)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(QuintetError, _refused)
     app.add_exception_handler(Exception, _internal)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, unlimited=unlimited)
     _describe_only_400(app)
     return app
 

@@ -53,6 +53,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         404: "unknown model, or no such thing",
         405: "unknown method",
         409: "not in this state",
+        413: "the body is too large",
         503: "the engine cannot answer now",
     }.items()
 }

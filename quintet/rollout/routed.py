@@ -33,6 +33,8 @@ from quintet.types import (
     expand_versions,
     run_length,
 )
+from quintet.weights.file import FileStore
+from quintet.weights.memory import MemoryStore
 
 _log = logging.getLogger(__name__)
 _ELSEWHERE = (FailureKind.TRANSPORT, FailureKind.ENGINE)
@@ -41,8 +43,9 @@ _ELSEWHERE = (FailureKind.TRANSPORT, FailureKind.ENGINE)
 class RoutedRolloutWorker:
     """`RolloutWorker` over named workers.
 
-    `initial`: weights that every worker gets before the first request. A worker that was away is given the newest
-    weights before it is sent anything (its health is asked for every `poll_s`). Each sample is tried `attempts` times.
+    `initial`: weights that every worker gets before the first request, published in `store`, which keeps them. A
+    worker that was away is given the newest weights before it is sent anything; its health is asked for every `poll_s`.
+    Each sample is tried `attempts` times.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class RoutedRolloutWorker:
         decode: Callable[[list[int]], str],
         eos_ids: Collection[int],
         initial: WeightRef | None = None,
+        store: MemoryStore | FileStore | None = None,
         attempts: int = 4,
         poll_s: float = 2.0,
         clock: Clock | None = None,
@@ -62,6 +66,7 @@ class RoutedRolloutWorker:
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
         self._newest = initial
+        self._store = store  # memory is gone with the last who knows of it
         self._attempts = attempts
         self._poll_s = poll_s
         self._clock = clock or RealClock()

@@ -1,7 +1,8 @@
 """A rollout engine as an HTTP server: OpenAI's routes, token-in-token-out `/generate`, and control of the weights.
 
-Every route but `/health` wants the server's key. `/update_weights` reads only below one folder. `/generate` is what
-`http.py` speaks; with `stream` it answers in lines of JSON, one a token and the rollouts last.
+Every route but `/health` wants the server's key. `/update_weights` reads only below one folder;
+`/update_weights/stream` takes the weights in its body. `/generate` is what `http.py` speaks; with `stream` it answers
+in lines of JSON, one a token and the rollouts last.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
@@ -32,11 +33,19 @@ from quintet.rollout.openai_api import ApiError, ChatRequest, CompletionRequest,
 from quintet.rollout.openai_routes import Credentials, Job, openai_router
 from quintet.rollout.streaming import Generator, stream, with_signs_of_life
 from quintet.rollout.transfer import SIGN_OF_LIFE_S, PrefillClient, SplitDecoder, prefill_answer
+from quintet.rollout.weight_stream import WeightReceiver
 from quintet.types import Group, GroupId, Prompt, QuintetError, Rollout, SampledToken, SamplingParams, WeightRef
 
 GROUP_ID = r"^[^\n]+/e-?[0-9]{1,18}\.o-?[0-9]{1,18}\.a-?[0-9]{1,18}$"
 NDJSON = "application/x-ndjson"
 OCTETS = "application/octet-stream"
+STREAM_PATH = "/update_weights/stream"
+_BINARY_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 
 
 class _Body(BaseModel):
@@ -89,6 +98,10 @@ class UpdateWeightsRequest(_Body):
     path: str
 
 
+Version = Annotated[int, Query(ge=0)]
+Digest = Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="sha256 over names, dtypes, shapes and bytes")]
+
+
 class PauseRequest(_Body):
     mode: Literal["abort", "wait", "keep"] = "abort"
 
@@ -100,7 +113,8 @@ class AbortRequest(_Body):
 @dataclass
 class RolloutServer:
     """One engine, what it serves and who may ask. `context` is the model's, in tokens; `prefill_urls` are the prefill
-    servers that a decode server may be told to ask, with its own key."""
+    servers that a decode server may be told to ask, with its own key. `stream_limit`: bytes of a weight version in a
+    request's body; None: it takes none so."""
 
     worker: EngineWorker
     tokenizer: Tokenizer
@@ -108,6 +122,7 @@ class RolloutServer:
     key: str
     context: int
     weights_root: Path | None = None
+    stream_limit: int | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     role: Role = Role.BOTH
     prefill_urls: Sequence[str] = ()
@@ -116,6 +131,7 @@ class RolloutServer:
         self.metrics = _Metrics()
         urls = [url.rstrip("/") for url in self.prefill_urls]
         self._splits = {url: SplitDecoder(self.worker, PrefillClient(url, key=self.key)) for url in urls}
+        self._receiver = None if self.stream_limit is None else WeightReceiver(self.stream_limit)
 
     def app(self) -> FastAPI:
         @asynccontextmanager
@@ -125,7 +141,7 @@ class RolloutServer:
                 await split.close()
             await self.worker.close()
 
-        app = make_app("quintet rollout", lifespan)
+        app = make_app("quintet rollout", lifespan, unlimited=(STREAM_PATH,))
         if self.role is Role.BOTH:
             app.include_router(openai_router(self))
             document_model(app, self.model)
@@ -196,6 +212,12 @@ class RolloutServer:
         folder = self.weights_at(request.path)
         await self.worker.update_weights(WeightRef(request.version, str(folder), request.digest), request.version)
 
+    async def receive_weights(self, request: Request, version: int, digest: str) -> None:
+        if self._receiver is None:
+            raise ApiError(403, "this server takes no weights in a request: it was started without --weights-stream")
+        async with self._receiver.received(request, version, digest) as ref:
+            await self.worker.update_weights(ref, version)
+
 
 def room(prompt: int, wanted: int | None, context: int) -> int:
     """How many tokens may be sampled. Raises ApiError 400 when prompt and answer do not fit the context."""
@@ -250,6 +272,13 @@ def _control_routes(app: FastAPI, server: RolloutServer) -> None:
         server.check_key(credentials)
         await server.update_weights(body)
         return {"version": body.version}
+
+    @app.post(STREAM_PATH, openapi_extra=_BINARY_BODY)
+    async def receive_weights(request: Request, credentials: Credentials, version: Version, digest: Digest) -> Any:
+        """The body is a safetensors file; `digest` is `quintet.weights.digest` of its tensors."""
+        server.check_key(credentials)
+        await server.receive_weights(request, version, digest)
+        return {"version": version}
 
     @app.post("/pause")
     async def pause(body: PauseRequest, credentials: Credentials) -> dict[str, str]:

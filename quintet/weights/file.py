@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from quintet.types import QuintetError, WeightRef
@@ -75,6 +75,11 @@ class FileStore:
         for path, v in found.items():
             if path != keep and (v == version or v not in stay):
                 shutil.rmtree(path)
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """What `model.safetensors` of a published folder holds, for a reader that shares no folder with us."""
+    return save(_unshared(tensors), metadata={"format": "pt"})
 
 
 def open_folder(path: Path, ref: WeightRef | None = None) -> Mapping[str, Tensor]:

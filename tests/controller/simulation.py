@@ -145,8 +145,12 @@ class Simulation:
         self.train = SimulatedTrain(self.clock, self.train_seconds)
         self.spans: list[Span] = []
         self.metrics: list[StepMetrics] = []
+        self.in_flight_at_rest: list[int] = []  # before each step's training
         self.clock.run(self._main())
         return self.metrics
+
+    async def _rest(self) -> None:
+        self.in_flight_at_rest.append(self.buffer.stats().in_flight)
 
     async def _main(self) -> None:
         self.buffer = JournaledBuffer(
@@ -168,6 +172,7 @@ class Simulation:
             clock=self.clock,
             state=ControllerState(step=self.resume_from, version=self.resume_from),
             on_span=self.spans.append,
+            before_training=self._rest,
         )
         await self.controller.resume()
 

@@ -153,3 +153,11 @@ def test_the_metric_history_has_one_entry_per_step_and_rising_versions() -> None
     metrics = Simulation(steps=5, max_staleness=1).run()
     assert [m.step for m in metrics] == [1, 2, 3, 4, 5]
     assert all(b.version == a.version + 1 for a, b in pairwise(metrics))
+
+
+def test_on_policy_nothing_is_in_flight_when_the_trainer_begins() -> None:
+    """An engine that shares its GPU may sleep then."""
+    strict, overlapping = Simulation(steps=5), Simulation(steps=5, max_staleness=1)
+    strict.run(), overlapping.run()
+    assert strict.in_flight_at_rest == [0] * 5
+    assert len(overlapping.in_flight_at_rest) == 5 and max(overlapping.in_flight_at_rest) > 0

@@ -112,7 +112,12 @@ def make_worker(model: PreTrainedModel, tokenizer: Tokenizer, **options: object)
 
 
 def make_server(
-    model: PreTrainedModel, tokenizer: Tokenizer, *, weights_root: Path | None = None, **options: object
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    *,
+    weights_root: Path | None = None,
+    stream_limit: int | None = None,
+    **options: object,
 ) -> RolloutServer:
     return RolloutServer(
         make_worker(model, tokenizer, **options),
@@ -121,6 +126,7 @@ def make_server(
         key=KEY,
         context=model.config.max_position_embeddings,
         weights_root=weights_root,
+        stream_limit=stream_limit,
     )
 
 

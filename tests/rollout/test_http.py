@@ -27,7 +27,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(root: Path) -> Iterator[str]:
     tokenizer = chat_tokenizer()
-    server = make_server(random_model(tokenizer), tokenizer, weights_root=root, numerics="reproducible")
+    server = make_server(
+        random_model(tokenizer), tokenizer, weights_root=root, stream_limit=2**20, numerics="reproducible"
+    )
     with serving(server) as found:
         yield found
 
@@ -77,7 +79,7 @@ def test_weights_reach_the_server_by_folder_and_older_ones_are_refused_by_versio
         (rollout,) = await worker.generate(groups(1), SamplingParams(max_tokens=2), 7)
         assert [run.version for run in rollout.weight_versions] == [7]
         assert (await worker.health_check()).version == 7
-        with pytest.raises(QuintetError, match="publish them to a folder"):
+        with pytest.raises(QuintetError, match="another process or to a closed store"):
             await worker.update_weights(WeightRef(8, "memory:x", ""), 8)
         with pytest.raises(QuintetError, match="not below"):
             await worker.update_weights(WeightRef(8, "/etc", ""), 8)
@@ -138,12 +140,13 @@ def test_no_server_at_all_is_a_transport_failure_and_unhealthy() -> None:
     assert not health and "ConnectError" in health.message
 
 
+@pytest.mark.parametrize("by", ["folder", "stream"])
 def test_a_recipes_http_engine_loads_its_own_weights_into_the_servers_first(
-    url: str, root: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, root: Path, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     tokenizer = chat_tokenizer()
-    model = random_model(tokenizer, seed=5)
+    model = random_model(tokenizer, seed=5 if by == "folder" else 6)
 
     async def greedy(worker):
         try:
@@ -151,7 +154,7 @@ def test_a_recipes_http_engine_loads_its_own_weights_into_the_servers_first(
         finally:
             await worker.close()
 
-    config = RolloutConfig(engine="http", urls=[url], weights_dir=str(root))
+    config = RolloutConfig(engine="http", urls=[url], weights_dir=str(root) if by == "folder" else None)
     worker = make_rollout_worker(
         config,
         hf_config=model.config,
@@ -168,7 +171,6 @@ def test_a_recipes_http_engine_loads_its_own_weights_into_the_servers_first(
     ("options", "said"),
     [
         ({"engine": "http"}, "needs the servers' URLs"),
-        ({"engine": "http", "urls": ["http://x"]}, "weights_dir"),
         ({"engine": "http", "urls": ["http://x"], "weights_dir": "w", "router": "best"}, "rollout.router"),
         ({"engine": "http", "urls": ["http://x"], "weights_dir": "w", "numerics": "reproducible"}, "servers decide"),
         ({"router": "prefix"}, "rollout.router has no effect"),

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from quintet.weights.file import FileStore
+from quintet.weights.digest import digest as digest_of
+from quintet.weights.file import FileStore, file_bytes
 from tests.rollout.serving_models import (
     CALL,
     KEY,
@@ -198,6 +199,59 @@ def test_new_weights_are_served_after_an_update_and_a_wrong_digest_changes_nothi
         assert httpx.get(f"{url}/health").json()["version"] == 3
     with serving(make_server(other, tokenizer)) as url:
         assert after == greedy_ids(url) != before
+
+
+def test_weights_in_the_request_are_swapped_whole_or_not_at_all() -> None:
+    tokenizer = chat_tokenizer()
+    other = random_model(tokenizer, seed=1).state_dict()
+    good, name = file_bytes(other), digest_of(other)
+    limit = len(good) + 100
+    broken = bytearray(good)
+    broken[-5] ^= 1
+
+    def send(content: object, version: int = 4, digest: str = name, **more: object) -> httpx.Response:
+        params = {"version": version, "digest": digest}
+        return post(url, "/update_weights/stream", content=content, params=params, **more)
+
+    with serving(make_server(random_model(tokenizer), tokenizer, stream_limit=limit)) as url:
+        before = greedy_ids(url)
+        for content, status, code in (
+            (bytes(broken), 400, "digest"),
+            (good[:-40], 400, "damaged"),
+            (b"no safetensors", 400, "damaged"),
+            (good + bytes(200), 413, "larger than this server's limit"),
+            (iter([good, bytes(200)]), 413, "larger than this server's limit"),  # no length is announced
+        ):
+            found = send(content)
+            assert (found.status_code, code in found.json()["error"]["message"]) == (status, True), found.text
+        assert send(good, digest="abc").status_code == send(good, version=-1).status_code == 400
+        assert send(good, headers={"Authorization": "Bearer nope"}).status_code == 401
+        assert greedy_ids(url) == before and httpx.get(f"{url}/health").json()["version"] == 0
+        assert send(good).json() == {"version": 4}
+        after = greedy_ids(url)
+        assert httpx.get(f"{url}/health").json()["version"] == 4
+    with serving(make_server(random_model(tokenizer, seed=1), tokenizer)) as url:
+        assert after == greedy_ids(url) != before
+        refused = send(good)
+        assert (refused.status_code, "--weights-stream" in refused.text) == (403, True)
+
+
+def test_a_client_that_breaks_off_its_weights_changes_nothing_and_another_may_send_its_own() -> None:
+    tokenizer = chat_tokenizer()
+    other = random_model(tokenizer, seed=1).state_dict()
+    good = file_bytes(other)
+    path = f"/update_weights/stream?version=2&digest={digest_of(other)}"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(good)}\r\n\r\n"
+    with serving(make_server(random_model(tokenizer), tokenizer, stream_limit=len(good))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(head.encode() + good[:1000])
+            deadline = time.monotonic() + 20
+            while post(url, path, content=good).status_code != 409:
+                assert time.monotonic() < deadline
+        while (last := post(url, path, content=good)).status_code == 409:
+            assert time.monotonic() < deadline
+        assert last.json() == {"version": 2}
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
