@@ -57,7 +57,8 @@ class Linears:
             out_TI.addmm_(grad_TR, weights.down_RI)
             adapters = [a for p in parts for a in p.adapters]
             self._add_split([a.down for a in adapters], grad_TR.t() @ x_TI)
-            self._add_diagonal(parts, grad_TO.t() @ (x_TI @ weights.down_RI.t()))
+            # of the two factors the narrow one is transposed: a wide one takes longer than the product
+            self._add_diagonal(parts, ((x_TI @ weights.down_RI.t()).t() @ grad_TO).t())
         return out_TI
 
     def _add_split(self, parameters: Sequence[Tensor], grads: Tensor) -> None:
