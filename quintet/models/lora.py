@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,44 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     return cast(PreTrainedModel, cast("PeftModel", model).get_base_model())
+
+
+class Adapter(NamedTuple):
+    """output += scale * up @ down @ input; `down` [r, in], `up` [out, r]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+class LinearParts(NamedTuple):
+    """A linear layer, and the low-rank adapters that act on it now."""
+
+    base: nn.Linear
+    adapters: tuple[Adapter, ...]
+
+
+def linear_parts(module: nn.Module) -> LinearParts | None:
+    """None for what is neither a plain linear layer nor plain LoRA without dropout around one."""
+    if type(module) is nn.Linear:
+        return LinearParts(module, ())
+    layer: Any = module
+    if type(module).__module__.partition(".")[0] != "peft" or not _is_undropped_lora(layer):
+        return None
+    base = layer.get_base_layer()
+    names = () if layer.disable_adapters or layer.merged else layer.active_adapters
+    adapters = tuple(
+        Adapter(layer.lora_A[n].weight, layer.lora_B[n].weight, layer.scaling[n]) for n in names if n in layer.lora_A
+    )
+    return LinearParts(base, adapters)
+
+
+def _is_undropped_lora(layer: Any) -> bool:
+    from peft.tuners.lora import Linear
+
+    if not _is_plain_lora(layer, Linear) or type(layer.get_base_layer()) is not nn.Linear:
+        return False
+    return all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values())
 
 
 def _adapted_layers(base: nn.Module) -> dict[str, Any]:

@@ -25,17 +25,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quintet.models.decoder.numerics import Kernels
 from quintet.models.lora import base_model
-from quintet.train import attention
+from quintet.train import attention, fused
 from quintet.train.exact import ExactDecoder
 from quintet.train.head import (
     Head,
     HeadConfig,
+    HeadMemory,
     LogitTransform,
     distribution_kl,
     logprobs_from_logits,
     token_logprobs,
 )
 from quintet.train.packing import LossRows, TokenSample, pack, pad
+from quintet.train.workspace import Gradients, WorkspacePool
 from quintet.types import QuintetError
 
 log = logging.getLogger(__name__)
@@ -102,12 +104,14 @@ class PolicyForward:
         self._exact: ExactDecoder | None = None
         self._recomputed: list[nn.Module] = []
         self.layout = Layout.PADDED
+        self._fused: fused.FusedDecoder | None = None
+        self._memory: HeadMemory | None = None
         wanted = Layout.SHARED if shared_prompt else Layout.PACKED
         if kernels is not None:
             self._use(ExactDecoder(model, kernels, recompute=activation_checkpointing), wanted)
             return
-        self._choose(wanted)
-        if activation_checkpointing:
+        self._choose(wanted, activation_checkpointing)
+        if activation_checkpointing and self._fused is None:
             self._recomputed = _recompute_layers(self._base)
 
     def __call__(self, samples: Sequence[TokenSample], reference: ReferenceRows | None = None) -> TokenLogprobs:
@@ -120,7 +124,7 @@ class PolicyForward:
                 return TokenLogprobs(loss.scatter(logprobs_N), loss.scatter(entropy_N), rows)
             hidden_ND, loss, rows = self.hidden_states(samples)
             head, config = self.plain_head, self._head_config
-            logprobs_N, entropy_N = token_logprobs(hidden_ND, head, loss.target_N, config)
+            logprobs_N, entropy_N = token_logprobs(hidden_ND, head, loss.target_N, config, self._memory)
             kl_N = distribution_kl(
                 hidden_ND, head, reference.hidden_ND, reference.head, config, direction=reference.direction
             )
@@ -143,13 +147,20 @@ class PolicyForward:
         the tokens that went through the decoder: for a head that is not the language model's."""
         enabled = self._dtype == torch.bfloat16
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            return self._decoded(samples, self.layout)
+            return self._decoded(samples, self.layout, self._dtype)
 
-    def _decoded(self, samples: Sequence[TokenSample], layout: Layout) -> tuple[Tensor, LossRows, int]:
+    def _decoded(
+        self, samples: Sequence[TokenSample], layout: Layout, dtype: torch.dtype
+    ) -> tuple[Tensor, LossRows, int]:
         """As `hidden_states`, within the caller's autocast."""
-        if self._exact is not None and layout is not Layout.PADDED:
+        if layout is not Layout.PADDED and (self._exact is not None or self._fused is not None):
             row = pack(samples, shared_prompt=layout is Layout.SHARED, device=self.device)
-            return self._exact.hidden(row, row.loss.source_N), row.loss, row.input_ids_1T.numel()
+            if self._exact is not None:
+                hidden_ND = self._exact.hidden(row, row.loss.source_N)
+            else:
+                assert self._fused is not None
+                hidden_ND = self._fused(row, dtype)
+            return hidden_ND, row.loss, row.input_ids_1T.numel()
         inputs, loss = self._laid_out(samples, layout)
         hidden = self._base.get_decoder()(use_cache=False, **inputs).last_hidden_state.flatten(0, 1)
         return hidden[loss.source_N], loss, inputs["input_ids"].numel()
@@ -178,8 +189,8 @@ class PolicyForward:
             logits = self._base(use_cache=False, **inputs).logits.flatten(0, 1)
             values = logprobs_from_logits(logits[loss.source_N], loss.target_N, head_config.temperature)
             return *values, loss, inputs["input_ids"].numel()
-        hidden_ND, loss, rows = self._decoded(samples, layout)
-        return *token_logprobs(hidden_ND, self.plain_head, loss.target_N, head_config), loss, rows
+        hidden_ND, loss, rows = self._decoded(samples, layout, head_config.dtype)
+        return *token_logprobs(hidden_ND, self.plain_head, loss.target_N, head_config, self._memory), loss, rows
 
     def _laid_out(self, samples: Sequence[TokenSample], layout: Layout) -> tuple[dict[str, Any], LossRows]:
         """Keyword arguments of the decoder, and where the loss tokens are."""
@@ -207,7 +218,7 @@ class PolicyForward:
         for module in was_training:
             module.training = True
 
-    def _choose(self, wanted: Layout) -> None:
+    def _choose(self, wanted: Layout, activation_checkpointing: bool) -> None:
         """Set layout and head: the model's config proposes, a comparison with its plain forward decides."""
         was_training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -229,10 +240,20 @@ class PolicyForward:
                 attention.uninstall(self._base, self._kernel)
                 self._kernel = None
                 reason = "its packed forward differs from its plain one"
+        if self._kernel == "sdpa" and self._head is not None and fused.supports(self._base):
+            self._fuse(activation_checkpointing)
+            if not _agree(self._probe(probe, wanted), expected_N):
+                self._fused = self._memory = None
+                log.warning("%s: its fused forward differs from its plain one", type(self._base).__name__)
         if reason is not None:
             log.warning("%s: samples are padded, not packed: %s", type(self._base).__name__, reason)
         for module in was_training:
             module.training = True
+
+    def _fuse(self, activation_checkpointing: bool) -> None:
+        gradients = Gradients()
+        self._fused = fused.FusedDecoder(self._base, gradients, recompute=activation_checkpointing)
+        self._memory = HeadMemory(gradients, WorkspacePool())
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[TokenSample], layout: Layout) -> Tensor:

@@ -25,6 +25,9 @@ from transformers import PreTrainedConfig
 
 from quintet.models.decoder.mass import block_sums, log_share
 from quintet.models.decoder.numerics import Kernels
+from quintet.train.workspace import Gradients, Lease, WorkspacePool
+
+_CACHED_LOGITS = 1 << 20  # float32 numbers that two cores' caches hold
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,19 @@ class HeadWeights(NamedTuple):
 Head = nn.Linear | HeadWeights
 
 
-def token_logprobs(hidden_ND: Tensor, head: Head, target_N: Tensor, config: HeadConfig) -> tuple[Tensor, Tensor]:
+class HeadMemory(NamedTuple):
+    """Where logits and the weight's gradient lie on the CPU; the gradient is then added to `.grad` at once."""
+
+    gradients: Gradients
+    pool: WorkspacePool
+
+
+def token_logprobs(
+    hidden_ND: Tensor, head: Head, target_N: Tensor, config: HeadConfig, memory: HeadMemory | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row's distribution, float32 [N] each, differentiable."""
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        return _ChunkedHead.apply(hidden_ND, head.weight, head.bias, target_N, config)
+        return _ChunkedHead.apply(hidden_ND, head.weight, head.bias, target_N, config, memory)
 
 
 def logprobs_from_logits(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -83,42 +95,80 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_N: Tensor, config: HeadConfig
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        config: HeadConfig,
+        memory: HeadMemory | None,
     ) -> tuple[Tensor, Tensor]:
-        weight = weight_VD.to(config.dtype)
+        lease = None if memory is None else memory.pool.lease()
+        head = _Head(hidden_ND, weight_VD, bias_V, config)
         logprobs_N, lse_N, entropy_N = (hidden_ND.new_empty(len(target_N), dtype=torch.float32) for _ in range(3))
-        z_CV = hidden_ND.new_empty(0)
-        for rows in _chunks(len(target_N), config.chunk_tokens):
-            del z_CV  # before the next chunk is made, so that one exists at a time
-            z_CV = _logits(hidden_ND[rows], weight, bias_V, config)
-            peak_C1 = z_CV.amax(dim=-1, keepdim=True)
-            mass_CV = z_CV - peak_C1
-            chosen_C = mass_CV.gather(1, target_N[rows, None])[:, 0]
-            cumulative_CN = block_sums(mass_CV.exp_()).cumsum(-1)
-            logprobs_N[rows] = log_share(chosen_C, cumulative_CN)
-            lse_N[rows] = peak_C1[:, 0] + cumulative_CN[:, -1].log().float()
-            entropy_N[rows] = lse_N[rows] - torch.linalg.vecdot(mass_CV, z_CV) / cumulative_CN[:, -1].float()
-            del mass_CV
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, z_CV)
-        ctx.config = config
+        chunks = _chunks(len(target_N), config.chunk_tokens)
+        product_CV = _chunk_memory(head, lease)
+        for rows in chunks:
+            head.product(rows, product_CV)
+            for part in _cached_parts(rows, product_CV):
+                z_PV = head.transformed(product_CV[part.start - rows.start : part.stop - rows.start])
+                lse_N[part], logprobs_N[part], entropy_N[part] = _statistics(z_PV, target_N[part])
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, product_CV)
+        ctx.head_weight, ctx.config, ctx.memory, ctx.lease = head.weight_VD, config, memory, lease
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logp_N, grad_entropy_N = grads
-        hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, kept_CV = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, product_CV = ctx.saved_tensors
         if grad_logp_N is None and grad_entropy_N is None:
-            return None, None, None, None, None
+            return (None,) * 6
         config: HeadConfig = ctx.config
-        head = _Head(hidden_ND, weight_VD, bias_V, config)
-        gradient = _HeadGradient(head, ctx.needs_input_grad)
+        head = _Head(hidden_ND, ctx.head_weight, bias_V, config)
+        gradient = _HeadGradient(head, ctx.needs_input_grad, weight_VD, ctx.memory)
         chunks = _chunks(len(target_N), config.chunk_tokens)
+        every = _Rows(lse_N, entropy_N, target_N, grad_logp_N, grad_entropy_N)
         for rows in reversed(chunks):
-            z_CV = kept_CV if rows == chunks[-1] else head.logits(rows)
-            at_rows = _Rows(lse_N, entropy_N, target_N, grad_logp_N, grad_entropy_N).take(rows)
-            gradient.add(rows, _through_transform(_grad_logits(z_CV, at_rows), z_CV, config))
-        return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None
+            if rows != chunks[-1]:  # the last chunk's are still there
+                head.product(rows, product_CV)
+            for part in _cached_parts(rows, product_CV):
+                own = product_CV[part.start - rows.start : part.stop - rows.start]
+                z_PV = head.transformed(own)
+                own.copy_(_through_transform(_grad_logits(z_PV, every.take(part)), z_PV, config))
+            gradient.add(rows, product_CV[: rows.stop - rows.start])
+        if ctx.lease is not None:
+            ctx.lease.release()
+        return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None, None
+
+
+def _chunk_memory(head: _Head, lease: Lease | None) -> Tensor:
+    """Uninitialised [rows of a chunk, V] in the compute dtype."""
+    hidden_ND, config = head.hidden_ND, head.config
+    shape = (min(config.chunk_tokens, len(hidden_ND)), len(head.weight_VD))
+    if lease is not None:
+        return lease.workspace.empty(shape, config.dtype)
+    return hidden_ND.new_empty(shape, dtype=config.dtype)
+
+
+def _cached_parts(rows: slice, product_CV: Tensor) -> list[slice]:
+    """On a CPU a chunk's logits are passed over some rows at a time, as many as stay in its cache."""
+    if product_CV.device.type != "cpu":
+        return [rows]
+    step = max(1, _CACHED_LOGITS // product_CV.shape[1])
+    return [slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
+
+
+def _statistics(z_PV: Tensor, target_P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, log-probability of the target, entropy; overwrites `z_PV`."""
+    top_P = z_PV.amax(dim=-1)
+    z_PV.sub_(top_P[:, None])
+    chosen_P = z_PV.gather(1, target_P[:, None])[:, 0]
+    mass_PV = z_PV.exp()
+    cumulative_PN = block_sums(mass_PV).cumsum(-1)
+    log_sum_P = cumulative_PN[:, -1].log().float()
+    entropy_P = log_sum_P - torch.linalg.vecdot(mass_PV, z_PV) / cumulative_PN[:, -1].float()
+    return top_P + log_sum_P, log_share(chosen_P, cumulative_PN), entropy_P
 
 
 def distribution_kl(
@@ -165,7 +215,7 @@ class _ChunkedKl(torch.autograd.Function):
         (grad_N,) = grads
         *tensors, kl_N = ctx.saved_tensors
         policy, reference = _policy_and_reference(tensors, ctx.config)
-        gradient = _HeadGradient(policy, ctx.needs_input_grad)
+        gradient = _HeadGradient(policy, ctx.needs_input_grad, tensors[1])
         for rows in _chunks(len(kl_N), ctx.config.chunk_tokens):
             z_CV = policy.logits(rows)
             logp_CV, logq_CV = z_CV.log_softmax(-1), reference.logits(rows).log_softmax(-1)
@@ -182,19 +232,38 @@ class _Head:
         self.hidden_ND, self.bias_V, self.config = hidden_ND, bias_V, config
         self.weight_VD = weight_VD.to(config.dtype)
 
+    def product(self, rows: slice, out_CV: Tensor) -> None:
+        """The first rows of `out_CV` = hidden @ weight.T, in the compute dtype."""
+        hidden_CD, kernels = self.hidden_ND[rows].to(self.config.dtype), self.config.kernels
+        if kernels is None:
+            torch.mm(hidden_CD, self.weight_VD.t(), out=out_CV[: len(hidden_CD)])
+        else:
+            padded_CD = F.pad(hidden_CD, (0, 0, 0, -len(hidden_CD) % kernels.row_tile))
+            out_CV[: len(hidden_CD)] = kernels.linear(padded_CD, self.weight_VD, None)[: len(hidden_CD)]
+
+    def transformed(self, product_CV: Tensor) -> Tensor:
+        """New float32 logits [C, V]: biased, scaled, capped and tempered."""
+        return _transform(product_CV.to(torch.float32, copy=True), self.bias_V, self.config)
+
     def logits(self, rows: slice) -> Tensor:
-        return _logits(self.hidden_ND[rows], self.weight_VD, self.bias_V, self.config)
+        out_CV = self.weight_VD.new_empty(rows.stop - rows.start, len(self.weight_VD))
+        self.product(rows, out_CV)
+        return _transform(out_CV.float(), self.bias_V, self.config)
 
 
 class _HeadGradient:
-    """Gradients of hidden states, weight and bias, summed over chunks; None where none is wanted."""
+    """Gradients of hidden states, weight and bias, summed over chunks; None where none is wanted, and for the weight
+    where `memory` takes it."""
 
-    def __init__(self, head: _Head, wanted: Sequence[bool]) -> None:
-        self._head = head
-        weight_VD, bias_V = head.weight_VD, head.bias_V
+    def __init__(
+        self, head: _Head, wanted: Sequence[bool], parameter_VD: Tensor, memory: HeadMemory | None = None
+    ) -> None:
+        self._head, self._parameter_VD = head, parameter_VD
+        self._memory = memory if wanted[1] else None
         self.hidden_ND = torch.empty_like(head.hidden_ND) if wanted[0] else None
-        self.weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted[1] else None
-        self.bias_V = torch.zeros_like(bias_V) if wanted[2] and bias_V is not None else None
+        own = wanted[1] and memory is None
+        self.weight_VD = torch.zeros_like(parameter_VD, dtype=torch.float32) if own else None
+        self.bias_V = torch.zeros_like(head.bias_V) if wanted[2] and head.bias_V is not None else None
 
     def add(self, rows: slice, dz_CV: Tensor) -> None:
         """`dz_CV`: d(loss)/d(hidden @ weight.T + bias) of these rows."""
@@ -202,8 +271,12 @@ class _HeadGradient:
         dz_CV = dz_CV.to(dtype)
         if self.hidden_ND is not None:
             self.hidden_ND[rows] = (dz_CV @ self._head.weight_VD).to(self.hidden_ND.dtype)
+        hidden_CD = hidden_ND[rows].to(dtype)
         if self.weight_VD is not None:
-            self.weight_VD += dz_CV.t() @ hidden_ND[rows].to(dtype)
+            self.weight_VD += dz_CV.t() @ hidden_CD
+        if self._memory is not None:
+            gradients = self._memory.gradients
+            gradients.add(self._parameter_VD, gradients.product(dz_CV.t(), hidden_CD))
         if self.bias_V is not None:
             self.bias_V += dz_CV.sum(dim=0)
 
@@ -225,14 +298,8 @@ class _Rows(NamedTuple):
         return _Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, config: HeadConfig) -> Tensor:
-    """Scaled, capped and tempered logits, float32 [C, V]."""
-    if config.kernels is None:
-        z_CV = (hidden_CD.to(config.dtype) @ weight_VD.t()).float()
-    else:
-        rows = len(hidden_CD)
-        padded_CD = F.pad(hidden_CD, (0, 0, 0, -rows % config.kernels.row_tile))
-        z_CV = config.kernels.linear(padded_CD, weight_VD, None)[:rows]
+def _transform(z_CV: Tensor, bias_V: Tensor | None, config: HeadConfig) -> Tensor:
+    """hidden @ weight.T -> scaled, capped and tempered logits, in place."""
     if bias_V is not None:
         z_CV += bias_V
     if config.transform.scale != 1.0:

@@ -72,6 +72,8 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            # the fused kernel does not count as a change of the tensor; copies of weights are renewed by that count
+            torch.autograd.graph.increment_version(self._parameters.values())
             self.steps += 1
         else:
             log.warning("optimizer step %d skipped: gradient norm is %s", self.steps, float(norm))

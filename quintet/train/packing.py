@@ -44,6 +44,15 @@ class LossRows:
         return flat.index_copy(0, self.place_N, values_N).view(self.shape)
 
 
+class Segment(NamedTuple):
+    """Consecutive rows; the tokens see the rows of the prefix, and themselves causally."""
+
+    start: int
+    length: int
+    prefix_start: int
+    prefix_length: int
+
+
 @dataclass(frozen=True)
 class AttentionBucket:
     """N segments of about the same length, attended to in one batched call.
@@ -63,6 +72,7 @@ class PackedRow:
 
     input_ids_1T: Tensor
     position_ids_1T: Tensor
+    segments: tuple[Segment, ...]
     buckets: tuple[AttentionBucket, ...]
     restore_T: Tensor  # row t's place among the buckets' outputs, laid end to end
     loss: LossRows
@@ -78,20 +88,13 @@ class PaddedRows:
     loss: LossRows
 
 
-class _Segment(NamedTuple):
-    start: int
-    length: int
-    prefix_start: int
-    prefix_length: int
-
-
 class _Builder:
     """The growing row: ids, positions, segments."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
-        self.segments: list[_Segment] = []
+        self.segments: list[Segment] = []
 
     def append(self, ids: Sequence[int], prefix: tuple[int, int] = (0, 0)) -> int:
         """Add a segment that sees `prefix` (start, length) and itself causally; returns its first row."""
@@ -99,7 +102,7 @@ class _Builder:
         self.ids.extend(ids)
         self.positions.extend(range(prefix[1], prefix[1] + len(ids)))
         if ids:
-            self.segments.append(_Segment(start, len(ids), *prefix))
+            self.segments.append(Segment(start, len(ids), *prefix))
         return start
 
 
@@ -122,6 +125,7 @@ def pack(samples: Sequence[TokenSample], *, shared_prompt: bool, device: torch.d
     return PackedRow(
         input_ids_1T=torch.tensor([row.ids], device=device),
         position_ids_1T=torch.tensor([row.positions], device=device),
+        segments=tuple(row.segments),
         buckets=buckets,
         restore_T=restore_T,
         loss=_loss_rows(samples, predictors, device),
@@ -161,7 +165,7 @@ def _loss_rows(samples: Sequence[TokenSample], predictors: list[tuple[int, int]]
     return LossRows(source_N, target_N, place_N, shape=(len(samples), width))
 
 
-def _size_class(length: int) -> int:
+def size_class(length: int) -> int:
     """Lengths up to 64 together, then four classes per doubling: little padding, few calls."""
     if length <= 64:
         return 64
@@ -170,11 +174,11 @@ def _size_class(length: int) -> int:
 
 
 def _attention_buckets(
-    segments: Sequence[_Segment], row_length: int, device: torch.device
+    segments: Sequence[Segment], row_length: int, device: torch.device
 ) -> tuple[tuple[AttentionBucket, ...], Tensor]:
-    classes: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
+    classes: dict[tuple[int, int], list[Segment]] = defaultdict(list)
     for segment in segments:
-        classes[segment.prefix_length, _size_class(segment.length)].append(segment)
+        classes[segment.prefix_length, size_class(segment.length)].append(segment)
     buckets, offset = [], 0
     restore_T = torch.zeros(row_length, dtype=torch.int64)
     for (prefix_length, _), members in classes.items():

@@ -1,0 +1,138 @@
+"""Linear layers of the fused decoder: those that read the same input are one matrix product, LoRA's are two more.
+
+Weights are cast to the compute dtype once per optimizer step, not once per micro-batch, and gradients are added to
+`.grad` where they are made: autograd would allocate every one of them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quintet.models.lora import Adapter, LinearParts, linear_parts
+from quintet.train.workspace import Gradients, Workspace
+
+
+class _Weights(NamedTuple):
+    """In the compute dtype: base weights and biases end to end, adapters' downs end to end, their scaled ups."""
+
+    base_OI: Tensor
+    bias_O: Tensor | None
+    down_RI: Tensor | None
+    up_OR: Tensor | None
+
+
+class Linears:
+    """One or more linear layers (plain, or LoRA around a plain one) over the same input, their outputs side by side."""
+
+    def __init__(self, modules: Sequence[nn.Module], gradients: Gradients, weights: Workspace) -> None:
+        self._modules = modules
+        self._gradients, self._weights = gradients, weights
+        self._copies: dict[str, tuple[object, Tensor]] = {}
+        self.width = sum(part.base.out_features for part in self._parts())
+
+    def forward(self, x_TI: Tensor, out_TO: Tensor) -> Tensor:
+        """`out_TO` = the layers' outputs, side by side."""
+        weights = self._weights_in(x_TI.dtype)
+        torch.mm(x_TI, weights.base_OI.t(), out=out_TO)
+        if weights.bias_O is not None:
+            out_TO += weights.bias_O
+        if weights.down_RI is not None and weights.up_OR is not None:
+            out_TO.addmm_(x_TI @ weights.down_RI.t(), weights.up_OR.t())
+        return out_TO
+
+    def backward(self, x_TI: Tensor, grad_TO: Tensor, out_TI: Tensor) -> Tensor:
+        """`out_TI` = d(loss)/dx; the weights' gradients go to `.grad`."""
+        parts, weights = self._parts(), self._weights_in(x_TI.dtype)
+        torch.mm(grad_TO, weights.base_OI, out=out_TI)
+        if any(p.base.weight.requires_grad for p in parts):
+            self._add_split([p.base.weight for p in parts], self._gradients.product(grad_TO.t(), x_TI))
+        if weights.bias_O is not None:
+            self._add_split([p.base.bias for p in parts], grad_TO.sum(0))
+        if weights.down_RI is not None and weights.up_OR is not None:
+            grad_TR = grad_TO @ weights.up_OR
+            out_TI.addmm_(grad_TR, weights.down_RI)
+            adapters = [a for p in parts for a in p.adapters]
+            self._add_split([a.down for a in adapters], grad_TR.t() @ x_TI)
+            # of the two factors the narrow one is transposed: a wide one takes longer than the product
+            self._add_diagonal(parts, ((x_TI @ weights.down_RI.t()).t() @ grad_TO).t())
+        return out_TI
+
+    def _add_split(self, parameters: Sequence[Tensor], grads: Tensor) -> None:
+        """To each parameter its rows of `grads`."""
+        for parameter, grad in zip(parameters, grads.split([len(p) for p in parameters]), strict=True):
+            if parameter.requires_grad:
+                self._gradients.add(parameter, grad)
+
+    def _add_diagonal(self, parts: Sequence[LinearParts], grad_OR: Tensor) -> None:
+        for adapter, rows, columns in _blocks(parts):
+            if adapter.up.requires_grad:
+                self._gradients.add(adapter.up, grad_OR[rows, columns] * adapter.scale)
+
+    def _parts(self) -> list[LinearParts]:
+        parts = [linear_parts(module) for module in self._modules]
+        return [part for part in parts if part is not None]
+
+    def _weights_in(self, dtype: torch.dtype) -> _Weights:
+        parts = self._parts()
+        base_OI = self._joined("base", [p.base.weight for p in parts], dtype)
+        biases = [p.base.bias for p in parts]
+        bias_O = None if biases[0] is None else self._joined("bias", biases, dtype)
+        if not any(p.adapters for p in parts):
+            return _Weights(base_OI, bias_O, None, None)
+        down_RI = self._joined("down", [a.down for p in parts for a in p.adapters], dtype)
+        return _Weights(base_OI, bias_O, down_RI, self._block_diagonal(parts, dtype))
+
+    def _joined(self, name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """`tensors` end to end."""
+        if dtype == torch.float32:  # a copy that is kept would double the weights' memory
+            return torch.cat([t.detach() for t in tensors]) if len(tensors) > 1 else tensors[0].detach()
+
+        def fill(kept: Tensor) -> None:
+            for rows, tensor in zip(kept.split([len(t) for t in tensors]), tensors, strict=True):
+                rows.copy_(tensor.detach())
+
+        return self._kept(name, tensors, (sum(len(t) for t in tensors), *tensors[0].shape[1:]), dtype, fill)
+
+    def _block_diagonal(self, parts: Sequence[LinearParts], dtype: torch.dtype) -> Tensor:
+        """[all outputs, all ranks]: each adapter's scaled `up` in the rows of its layer, zeros elsewhere."""
+        ups = [a.up for p in parts for a in p.adapters]
+
+        def fill(kept: Tensor) -> None:
+            kept.zero_()
+            for adapter, rows, columns in _blocks(parts):
+                kept[rows, columns] = adapter.up.detach() * adapter.scale
+
+        return self._kept("up", ups, (self.width, sum(up.shape[1] for up in ups)), dtype, fill)
+
+    def _kept(
+        self,
+        name: str,
+        sources: Sequence[Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        fill: Callable[[Tensor], None],
+    ) -> Tensor:
+        """A tensor made from `sources`, made again where one of them has changed."""
+        stamp = (dtype, [(t.data_ptr(), t._version) for t in sources])
+        known, kept = self._copies.get(name, (None, None))
+        if kept is None or known != stamp:
+            if kept is None or kept.shape != shape or kept.dtype != dtype:
+                kept = self._weights.empty(shape, dtype)
+            fill(kept)
+            self._copies[name] = (stamp, kept)
+        return kept
+
+
+def _blocks(parts: Sequence[LinearParts]) -> Iterator[tuple[Adapter, slice, slice]]:
+    """Each adapter's rows and columns in the block-diagonal matrix of all."""
+    row = column = 0
+    for part in parts:
+        for adapter in part.adapters:
+            rank = len(adapter.down)
+            yield adapter, slice(row, row + part.base.out_features), slice(column, column + rank)
+            column += rank
+        row += part.base.out_features
