@@ -292,8 +292,7 @@ def supports(model: PreTrainedModel) -> bool:
     parameters = list(decoder.parameters())
     if not decoder.layers or any(p.dtype != torch.float32 for p in parameters):
         return False
-    linears = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-    linears += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    linears = [f"self_attn.{side}_proj" for side in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     modules = (layer.get_submodule(name) for layer in decoder.layers for name in linears)
     return all(linear_parts(module) is not None for module in modules)
 
