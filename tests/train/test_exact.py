@@ -173,14 +173,16 @@ def test_smollm2_is_updated_on_exactly_what_it_sampled() -> None:
         model.state_dict(),
         eos_ids=(),
         decode=decode,
-        config=RolloutConfig(numerics="reproducible", kv_pages=6, max_running=5),
+        config=RolloutConfig(numerics="reproducible", max_running=5),
         device=CPU,
         dtype=torch.float32,
     )
     for index, (text, tokens) in enumerate(zip(texts, (4, 30, 12), strict=True)):
         engine.add_group(make_group(f"p{index}", encode(text)), SamplingParams(n=2, max_tokens=tokens, seed=1))
-    rollouts = finish(engine)
-    assert engine.stats().preemptions > 0
+    rollouts = [rollout for _ in range(9) for _, rollout in engine.step()]
+    assert engine.has_work
+    engine.update_weights(model.state_dict(), 0)  # preempts everything; the weights are the same
+    rollouts += finish(engine)
     batch = ExperienceBatch(step=1, version=0, experiences=[experience(r) for r in rollouts])
     worker = make_worker(
         model, old="trainer", mini_batches=3, micro_batch_tokens=30, temperature=1.0, lr=1e-4,
