@@ -49,7 +49,7 @@ def print_ratio(name: str, found: Turns, *, peer: str, ours: str = "quintet") ->
 def write_page(path: Path, title: str, figures: Sequence[str]) -> None:
     """Charts of quintet.observe.charts one below the other, as a page that needs nothing else."""
     style = (Path(charts.__file__).parent / "report.css").read_text()
-    narrow = "body { max-width: 36rem; margin: 2rem auto; }"  # the chart's letters grow with it
+    narrow = "body { max-width: 36rem; margin: 2rem auto; } figure { margin-bottom: 1rem; }"  # letters grow with it
     head = f"<meta charset=utf-8><title>{title}</title><style>{style}{narrow}</style>"
     path.write_text(f"<!doctype html>{head}<body>{''.join(figures)}")
 

@@ -260,20 +260,21 @@ class TorchModel:
         local = np.arange(len(used)) if scattered else used - first
         token, shown = np.zeros((2, len(used) if scattered else size), dtype=np.int64)
         token[local], shown[local] = step.member_start[single][owner], np.minimum(seen[owner] - within * PAGE, PAGE)
-        lots = []
-        for some in _alike(np.ones_like(counts), counts, self._spec.heads):
-            columns = np.arange(counts[some].max())
-            real = columns < counts[some, None]
-            ends = np.cumsum(counts)[some]
-            table = local[(ends - counts[some])[:, None] + np.minimum(columns, counts[some, None] - 1)]
-            tokens = None if len(some) == len(step.ids) else self._tensor(step.member_start[some])
-            lots.append(Lot(tokens, self._tensor(table.ravel()), self._bias(real)[..., None]))
         return OwnPages(
             places=self._tensor(used) if scattered else slice(first, first + size),
             owner=self._tensor(token),
             bias=self._bias((np.arange(PAGE) < shown[:, None]) | (shown == 0)[:, None])[:, None, None],
-            lots=lots,
+            lots=list(self._lots(step.member_start[single], counts, local, len(step.ids))),
         )
+
+    def _lots(self, tokens: np.ndarray, counts: np.ndarray, places: np.ndarray, total: int) -> Iterator[Lot]:
+        """`tokens`, of `total` in the step, see `counts` pages each, whose `places` stand one after the other."""
+        starts = np.cumsum(counts) - counts
+        for some in _alike(np.ones_like(counts), counts, self._spec.heads):
+            columns, most = np.arange(counts[some].max()), counts[some, None]
+            table = places[starts[some, None] + np.minimum(columns, most - 1)]
+            where = None if len(some) == total else self._tensor(tokens[some])
+            yield Lot(where, self._tensor(table.ravel()), self._bias(columns < most)[..., None])
 
     def _part(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, seen: np.ndarray) -> Part:
         width = int(counts.max())
