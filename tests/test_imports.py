@@ -106,7 +106,7 @@ def test_config_modules_import_only_their_own_kind() -> None:
             continue
         names = set(imported_modules(ast.parse(path.read_text(encoding="utf-8")), "quintet.x.config"))
         protocol = f"quintet.{path.parent.name}.protocol"
-        assert names <= {"__future__", "typing", "pydantic", "quintet.types", "collections.abc", protocol}, path
+        assert names <= {"__future__", "enum", "typing", "pydantic", "quintet.types", "collections.abc", protocol}, path
 
 
 def test_importing_quintet_and_its_config_loads_nothing_heavy() -> None:
