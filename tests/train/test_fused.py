@@ -73,7 +73,9 @@ def test_values_and_gradients_equal_autograds(lora: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("lora", [False, True])
 def test_bfloat16_is_no_further_from_float32_than_autocast_is(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lora_model() if lora else tiny_model(tie_word_embeddings=True)
-    exact, exact_gradients = run(PolicyForward(model), model)
+    float32 = PolicyForward(model)
+    exact, exact_gradients = run(float32, model)
+    float32.release()
     plain = autograds(model, monkeypatch, dtype=torch.bfloat16)
     autocast, autocast_gradients = run(plain, model)
     plain.release()
