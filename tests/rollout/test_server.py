@@ -257,9 +257,9 @@ def test_a_client_that_breaks_off_its_weights_changes_nothing_and_another_may_se
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_paused_server_answers_after_resume(mode: str) -> None:
     tokenizer = chat_tokenizer()
-    model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=2000)
+    model = scripted_model(tokenizer, {"\n": "x", "x": "x"}, context=600)
     results: list[httpx.Response] = []
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 1500}
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 300}
     with serving(make_server(model, tokenizer)) as url:
         ask = threading.Thread(target=lambda: results.append(post(url, "/v1/chat/completions", json=body)))
         ask.start()
