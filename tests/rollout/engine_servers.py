@@ -35,7 +35,8 @@ class Strict(BaseModel):
 
 @dataclass
 class TableEngine:
-    """What the servers have in common. `die_after`: tokens until the connection of one sample breaks, once."""
+    """What the servers have in common. `die_after`: tokens until the connection of one sample breaks, once. `hold`:
+    tokens after which samples wait, until it is None again."""
 
     table: torch.Tensor
     label: str = "default"
@@ -43,6 +44,7 @@ class TableEngine:
     incremental: bool = True
     delay_s: float = 0.0
     die_after: int | None = None
+    hold: int | None = None
     refuse_weights: bool = False
     prompts: list[list[int]] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
@@ -76,6 +78,8 @@ class TableEngine:
         try:
             while True:
                 await asyncio.sleep(self.delay_s)
+                while self.hold is not None and len(ids) - len(prompt) >= self.hold and not self.running[request]:
+                    await asyncio.sleep(0.002)
                 if self.running[request]:
                     yield -1, 0.0, "abort"
                     return

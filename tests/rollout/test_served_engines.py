@@ -183,15 +183,16 @@ def test_running_samples_go_on_with_new_weights(engine: str) -> None:
     old, new = table(1, endless=True), table(2, endless=True)
     store = MemoryStore()
     ref = store.publish({"table": new}, 1)
-    with server(engine, delay_s=0.004) as (behind, url):
+    told: list[SampledToken] = []
+    with server(engine, hold=5) as (behind, url):
         worker = make(engine, url, old)
 
         async def main() -> tuple[list[Rollout], list[Rollout]]:
-            running = asyncio.create_task(worker.generate(groups(), LONG, 0))
-            await until(lambda: len(behind.running) == 3)
-            await asyncio.sleep(0.05)
+            running = asyncio.create_task(worker.generate(groups(), LONG, 0, on_token=told.append))
+            await until(lambda: len(told) == 3 * 5)
             await worker.update_weights(ref, 1)
             assert torch.equal(behind.table, new) and worker.version == 1
+            behind.hold = None
             return await running, await worker.generate(groups(), LONG, 1)
 
         across, after = run(worker, main)
@@ -276,15 +277,16 @@ def test_a_server_that_is_gone_fails_the_sample_with_its_tokens(engine: str) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_aborted_samples_come_back_with_what_they_have_and_stop_on_the_server(engine: str) -> None:
     weights = table(1, endless=True)
-    with server(engine, delay_s=0.004) as (behind, url):
+    told: list[SampledToken] = []
+    with server(engine, hold=5) as (behind, url):
         worker = make(engine, url, weights)
 
         async def main() -> list[Rollout]:
-            made = asyncio.create_task(worker.generate(groups(2), LONG, 0))
-            await until(lambda: len(behind.running) == 6)
-            await asyncio.sleep(0.05)
+            made = asyncio.create_task(worker.generate(groups(2), LONG, 0, on_token=told.append))
+            await until(lambda: len(told) == 6 * 5)
             await worker.abort([groups()[0].group_id])
-            await until(lambda: len(behind.running) <= 3)
+            await until(lambda: len(behind.running) == 3)
+            behind.hold = None
             return await made
 
         rollouts = run(worker, main)
@@ -355,15 +357,17 @@ def test_sglang_streams_whole_or_in_parts(incremental: bool) -> None:
 def test_an_sglang_server_that_lost_our_weights_gets_them_before_a_token_is_taken() -> None:
     """Someone starts it again, or loads other weights, in the middle of a sample."""
     weights = table(1, endless=True)
-    with server("sglang", delay_s=0.003) as (behind, url):
+    told: list[SampledToken] = []
+    with server("sglang", hold=5) as (behind, url):
         worker = make("sglang", url, weights)
 
         async def main() -> list[Rollout]:
             await worker.start()
-            made = asyncio.create_task(worker.generate(groups(), SamplingParams(n=1, max_tokens=40, seed=1), 0))
-            await until(lambda: bool(behind.running))
-            await asyncio.sleep(0.03)
+            asked = SamplingParams(n=1, max_tokens=40, seed=1)
+            made = asyncio.create_task(worker.generate(groups(), asked, 0, on_token=told.append))
+            await until(lambda: len(told) == 5)
             behind.table, behind.label = table(9, endless=True), "default"
+            behind.hold = None
             return await made
 
         (rollout,) = run(worker, main)
