@@ -82,6 +82,7 @@ class ServedRolloutWorker(MeteredWorker):
         config: ServedEngineConfig,
         server: ChildServer | None,
         version: int,
+        untie: bool = False,
     ) -> None:
         self.version = version
         self._config = config
@@ -89,7 +90,7 @@ class ServedRolloutWorker(MeteredWorker):
         text_config = hf_config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
         self._intake = Intake(frozenset(eos_ids), text_config.vocab_size, text_config.max_position_embeddings)
-        self._folders = WeightFolders(hf_config, config.weights_dir)
+        self._folders = WeightFolders(hf_config, config.weights_dir, untie=untie)
         self._served = self._folders.write(weights, version)
         self._server = server
         self._client: httpx.AsyncClient | None = None

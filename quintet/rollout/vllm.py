@@ -56,7 +56,15 @@ class VllmRolloutWorker(ServedRolloutWorker):
             name = str(dtype).removeprefix("torch.")
             server = VllmServer(config.vllm, dtype=name, max_running=config.max_running, device=device.type)
         super().__init__(
-            hf_config, weights, eos_ids=eos_ids, decode=decode, config=config.vllm, server=server, version=version
+            hf_config,
+            weights,
+            eos_ids=eos_ids,
+            decode=decode,
+            config=config.vllm,
+            server=server,
+            version=version,
+            # on a CPU vLLM packs the head's weights, and a reload packs those of a tied head no second time
+            untie=server is not None and device.type == "cpu",
         )
         self._model = SERVED_NAME
         self._asleep = False

@@ -19,6 +19,7 @@ from quintet.models.config import ModelConfig, TinyConfig
 from quintet.models.loader import load_model, load_tokenizer
 from quintet.observe.metrics import read_metrics
 from quintet.rollout.config import RolloutConfig
+from quintet.rollout.engine.loading import load_weights
 from quintet.rollout.vllm import VllmRolloutWorker
 from quintet.types import FinishReason, Group, GroupId, Prompt, Rollout, SamplingParams, WeightRef
 from quintet.weights import open_weights
@@ -92,7 +93,7 @@ def model_config() -> ModelConfig:
 
 def fresh_model(weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     model = load_model(model_config(), seed=9)
-    model.load_state_dict(weights)
+    load_weights(model.state_dict(), weights)
     return model
 
 
