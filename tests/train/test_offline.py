@@ -18,7 +18,7 @@ BATCH = [(s.prompt_ids, s.response_ids) for s in SAMPLES]
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 10_000])
 def test_the_loss_is_the_mean_over_the_batch_tokens_however_it_is_cut(micro_batch_tokens: int) -> None:
     model = tiny_model()
-    expected = -sum(float(plain_logprobs(model, s, 1.0).sum()) for s in SAMPLES) / 18
+    expected = -sum(plain_logprobs(model, s, 1.0).sum().item() for s in SAMPLES) / 18
     config = TrainConfig(lr=0.0, micro_batch_tokens=micro_batch_tokens)
     metrics = sft(model, [BATCH], config=config, total_steps=1)
     assert metrics["sft/loss"] == pytest.approx(expected, rel=1e-5)
