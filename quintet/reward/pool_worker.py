@@ -147,7 +147,10 @@ def _fork(
 
 
 def _ended(worker_pid: int) -> bytes:
-    pid, status = os.waitpid(worker_pid, os.WNOHANG)
+    try:
+        pid, status = os.waitpid(worker_pid, os.WNOHANG)
+    except ChildProcessError:
+        return b"?"  # a template before this one forked it
     if not pid:
         return b" "
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing that it started is left

@@ -57,18 +57,21 @@ class Template:
         with self._lock:
             if self._closed:
                 raise WorkerDied("the pool of reward workers is closed")
-            if self._loaded and self._process.poll() is not None:
-                self._end()
-                self._start()
-            try:
-                pid = int(self._ask(b"fork", [connection, lifeline]))
-            except TimeoutError as error:
-                limit = f"{IMPORT_LIMIT_S:.0f} s"
-                raise QuintetError(f"a reward worker took more than {limit} to import {self.names}") from error
-            except OSError as error:
-                raise QuintetError(died_importing(exit_status(self._process.wait()), self.names)) from error
-            self._loaded = True
-        return pid
+            while True:
+                try:
+                    pid = int(self._ask(b"fork", [connection, lifeline]))
+                except TimeoutError as error:
+                    self._process.kill()  # a late answer would be taken for the next one
+                    limit = f"{IMPORT_LIMIT_S:.0f} s"
+                    raise QuintetError(f"a reward worker took more than {limit} to import {self.names}") from error
+                except OSError as error:
+                    if not self._loaded:
+                        raise QuintetError(died_importing(self._death(), self.names)) from error
+                    self._end()
+                    self._start()
+                else:
+                    self._loaded = True
+                    return pid
 
     def ended(self, pid: int) -> str | None:
         """How a worker ended, told once: what it had started is ended then. None while it runs."""
@@ -76,14 +79,17 @@ class Template:
             try:
                 answer = self._ask(b"ended %d" % pid)
             except OSError:
-                return "not known"  # the template has died, so that nobody waited for the worker
+                answer = b"?"  # the template has died, so that nobody waited for the worker
+        if answer == b"?":
+            return "not known"
         return exit_status(int(answer)) if answer else None
 
     def close(self) -> None:
         """Its workers go on."""
         with self._lock:
-            self._closed = True
-            self._end()
+            if not self._closed:
+                self._closed = True
+                self._end()
 
     def _start(self) -> None:
         """A bare interpreter with this one's import path, in a process group of its own (so Ctrl-C is ours alone)."""
@@ -115,9 +121,13 @@ class Template:
         self._process.kill()
         self._process.wait()
         self._control.close()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        os.close(self._lifeline)
+
+    def _death(self) -> str:
+        try:
+            return exit_status(self._process.wait(_END_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            return "connection closed"
 
 
 class WorkerProcess:

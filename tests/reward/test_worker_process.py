@@ -31,7 +31,7 @@ def grade(solution_str, ground_truth):
 
 
 @contextmanager
-def worker(tmp_path: Path, more: str = "") -> Iterator[tuple[WorkerProcess, Template, Path]]:
+def started(tmp_path: Path, more: str = "") -> Iterator[tuple[WorkerProcess, Template, Path]]:
     loads = tmp_path / "loads"
     file = tmp_path / "graders.py"
     file.write_text(COUNTS.format(loads=str(loads), more=more))
@@ -51,7 +51,7 @@ def ask(process: WorkerProcess, text: str) -> float:
 
 
 def test_workers_share_one_loading_of_the_functions(tmp_path: Path) -> None:
-    with worker(tmp_path) as (first, template, loads):
+    with started(tmp_path) as (first, template, loads):
         second = WorkerProcess(template)
         try:
             pids = {int(ask(process, "pid")) for process in (first, second)}
@@ -64,25 +64,30 @@ def test_workers_share_one_loading_of_the_functions(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are never forks")
 def test_a_module_that_started_a_thread_is_loaded_anew_where_its_thread_lives(tmp_path: Path) -> None:
     thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    with worker(tmp_path, thread) as (process, _, loads):
+    with started(tmp_path, thread) as (process, _, loads):
         assert ask(process, "threads") == 2.0
         assert loads.read_text() == "xx"
 
 
 def test_a_template_that_died_is_started_again(tmp_path: Path) -> None:
-    with worker(tmp_path) as (process, template, loads):
-        before = ask(process, "pid")
-        os.kill(template.pid, signal.SIGKILL)
-        assert ask(process, "pid") == before  # its workers go on
-        os.kill(int(before), signal.SIGKILL)
-        with pytest.raises(WorkerDied):
-            ask(process, "pid")
-        assert ask(process, "pid") not in (before, 0.0)
-        assert loads.read_text() == "xx"
+    with started(tmp_path) as (process, template, loads):
+        second = WorkerProcess(template)
+        try:
+            before = [ask(worker, "pid") for worker in (process, second)]
+            os.kill(template.pid, signal.SIGKILL)
+            assert [ask(worker, "pid") for worker in (process, second)] == before  # its workers go on
+            for worker, pid in zip((process, second), before, strict=True):
+                os.kill(int(pid), signal.SIGKILL)
+                with pytest.raises(WorkerDied, match="not known"):
+                    ask(worker, "pid")
+                assert ask(worker, "pid") not in before
+        finally:
+            second.close()
+        assert loads.read_text() == "xx"  # one template more for both
 
 
 def test_how_a_worker_ended_is_said(tmp_path: Path) -> None:
-    with worker(tmp_path) as (process, _, _):
+    with started(tmp_path) as (process, _, _):
         with pytest.raises(WorkerDied, match=r"exit status 7"):
             ask(process, "exit")
         assert ask(process, "threads") == 1.0
@@ -90,7 +95,7 @@ def test_how_a_worker_ended_is_said(tmp_path: Path) -> None:
 
 def test_a_module_that_ends_the_template_while_it_loads_is_the_users_error(tmp_path: Path) -> None:
     with (
-        worker(tmp_path, "os._exit(3)") as (process, _, _),
+        started(tmp_path, "os._exit(3)") as (process, _, _),
         pytest.raises(QuintetError, match=r"ended \(exit status 3\) while importing `grade`"),
     ):
         process.prepare()
