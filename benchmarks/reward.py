@@ -39,6 +39,7 @@ GROUP = 8
 WORDS = ("so each of them", "has", "then we add", "what is left", "of the first", "and divide by", "how many", "before")
 PROGRAM = "print(sum(range(10)))\n"
 BWRAP = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--proc", "/proc"]
+BWRAP += ["--ro-bind", sys.prefix, sys.prefix]  # seen also where it lies below /tmp
 
 Side = Callable[[], float]  # runs once; samples a second
 
