@@ -36,6 +36,7 @@ from quintet.train.head import (
     logprobs_from_logits,
     token_logprobs,
 )
+from quintet.train.native.library import KernelChoice, choose_library
 from quintet.train.packing import LossRows, TokenSample, pack, pad
 from quintet.train.workspace import Gradients, WorkspacePool
 from quintet.types import QuintetError
@@ -78,7 +79,9 @@ class PolicyForward:
 
     The model's attention is replaced while this object is in use; `release()` gives it back. `dtype`
     bfloat16 means autocast over the float32 weights. With `kernels`, those of the reproducible engine, the model is
-    left alone and the log-probabilities are the engine's, bit for bit.
+    left alone and the log-probabilities are the engine's, bit for bit. `fused_kernels`: what a
+    written-out decoder does between matrix products, in C++ or in torch. Raises QuintetError for `native` where it
+    cannot run.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class PolicyForward:
         head_chunk_tokens: int = 1024,
         activation_checkpointing: bool = False,
         kernels: Kernels | None = None,
+        fused_kernels: KernelChoice = "auto",
     ) -> None:
         self.model = model
+        self._fused_kernels = fused_kernels
         self._base = base_model(model)
         self._dtype = dtype
         self._temperature = temperature
@@ -252,8 +257,9 @@ class PolicyForward:
 
     def _fuse(self, activation_checkpointing: bool) -> None:
         gradients = Gradients()
-        self._fused = fused.FusedDecoder(self._base, gradients, recompute=activation_checkpointing)
-        self._memory = HeadMemory(gradients, WorkspacePool())
+        native = choose_library(self._fused_kernels, self._dtype)
+        self._fused = fused.FusedDecoder(self._base, gradients, recompute=activation_checkpointing, native=native)
+        self._memory = HeadMemory(gradients, WorkspacePool(), native)
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[TokenSample], layout: Layout) -> Tensor:

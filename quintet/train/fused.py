@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from quintet.models.lora import linear_parts
-from quintet.train.fused_attention import FusedPlan, Heads, attention, attention_backward, plan
+from quintet.train.fused_attention import Heads
 from quintet.train.fused_linear import Linears
+from quintet.train.fused_ops import Branch, Ops, TorchOps
+from quintet.train.native.library import Library
+from quintet.train.native.ops import NativeOps
 from quintet.train.packing import PackedRow
 from quintet.train.workspace import Gradients, Lease, Workspace, WorkspacePool
 
@@ -35,7 +37,8 @@ Take = Callable[[str, Sequence[int], torch.dtype], Tensor]
 class _Run:
     """What the layers share in one call."""
 
-    plan: FusedPlan
+    ops: Ops
+    plan: Any
     cos_TD: Tensor
     sin_TD: Tensor
     dtype: torch.dtype
@@ -51,12 +54,15 @@ class _Run:
 class FusedDecoder:
     """The decoder of `model` (a causal language model, or one inside peft), sharing its parameters.
 
-    The backward pass adds the parameters' gradients to `.grad` by `gradients`.
+    The backward pass adds the parameters' gradients to `.grad` by `gradients`. `native`: kernels for what is no matrix
+    product.
     """
 
-    def __init__(self, model: PreTrainedModel, gradients: Gradients, *, recompute: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, gradients: Gradients, *, recompute: bool, native: Library | None
+    ) -> None:
         decoder: Any = model.get_decoder()
-        self._decoder, self._recompute = decoder, recompute
+        self._decoder, self._recompute, self._native = decoder, recompute, native
         self._gradients, weights = gradients, Workspace()
         self._norm = _Norm(decoder.norm, self._gradients)
         self._layers = [_Layer(layer, model.config, self._gradients, weights) for layer in decoder.layers]
@@ -94,16 +100,17 @@ class FusedDecoder:
         run = self._run(row, dtype, lease.workspace)
         *kept, x_NE, inverse_N = kept
         grad_x_NE = torch.zeros_like(x_NE)
-        self._norm.backward(grad_NE, x_NE, inverse_N, grad_x_NE, run)
+        self._norm.backward(grad_NE.contiguous(), x_NE, inverse_N, grad_x_NE, run)
         n_tokens = row.input_ids_1T.numel()
         grad_TE = run.scratch32("grad_x", n_tokens, self._norm.width).zero_()
         grad_TE.index_add_(0, row.loss.source_N, grad_x_NE)
+        low_TE = run.scratch("grad_low", *grad_TE.shape).copy_(grad_TE)
         per_layer = len(kept) // max(1, len(self._layers))
         for index in reversed(range(len(self._layers))):
             saved = kept[index * per_layer : (index + 1) * per_layer]
             if self._recompute:
                 _, saved = self._layers[index].forward(saved[0], run, self._take(run, keep=False))
-            self._layers[index].backward(saved, grad_TE, run)
+            self._layers[index].backward(saved, grad_TE, low_TE, run)
         embedding = self._decoder.embed_tokens.weight
         if embedding.requires_grad:
             self._gradients.add_rows(embedding, row.input_ids_1T[0], grad_TE)
@@ -111,7 +118,10 @@ class FusedDecoder:
     def _run(self, row: PackedRow, dtype: torch.dtype, workspace: Workspace) -> _Run:
         like = self._decoder.embed_tokens.weight.detach()[:1]
         cos, sin = self._decoder.rotary_emb(like.float(), row.position_ids_1T)
-        return _Run(plan(row.segments, row.input_ids_1T.numel()), cos[0], sin[0], dtype, workspace)
+        ops: Ops = TorchOps(workspace)
+        if self._native is not None and self._native.computes(dtype):
+            ops = NativeOps(self._native, workspace)
+        return _Run(ops, ops.plan(row), cos[0].contiguous(), sin[0].contiguous(), dtype, workspace)
 
     @staticmethod
     def _take(run: _Run, keep: bool) -> Take:
@@ -143,34 +153,35 @@ class _Decode(torch.autograd.Function):
 
 
 class _Norm:
-    """x / rms(x) * weight, over the last axis. arXiv 1910.07467."""
+    """An RMS norm over the last axis."""
 
     def __init__(self, module: nn.Module, gradients: Gradients) -> None:
         norm: Any = module
         self._weight, self._eps, self._gradients = norm.weight, norm.variance_epsilon, gradients
         self.width = len(norm.weight)
 
-    def forward(self, x_TE: Tensor, out_TE: Tensor, inverse_T: Tensor, run: _Run) -> Tensor:
-        """`inverse_T` = 1 / rms(x)."""
-        torch.linalg.vecdot(x_TE, x_TE, out=inverse_T)
-        inverse_T.div_(self.width).add_(self._eps).rsqrt_()
-        return self.apply(x_TE, out_TE, inverse_T, run)
+    def forward(self, x_TE: Tensor, out_TE: Tensor, inverse_T: Tensor, run: _Run, branch: Branch = None) -> Tensor:
+        run.ops.norm(x_TE, self._weight.detach(), self._eps, out_TE, inverse_T, branch)
+        return out_TE
 
-    def apply(self, x_TE: Tensor, out_TE: Tensor, inverse_T: Tensor, run: _Run) -> Tensor:
-        normed_TE = torch.mul(x_TE, inverse_T[:, None], out=run.scratch32("normed", *x_TE.shape))
-        return out_TE.copy_(normed_TE.mul_(self._weight.detach()))
+    def again(self, x_TE: Tensor, out_TE: Tensor, inverse_T: Tensor, run: _Run) -> Tensor:
+        run.ops.norm_again(x_TE, self._weight.detach(), inverse_T, out_TE)
+        return out_TE
 
-    def backward(self, grad_out_TE: Tensor, x_TE: Tensor, inverse_T: Tensor, grad_TE: Tensor, run: _Run) -> None:
-        """Adds to `grad_TE`: inverse (g w - n mean(g w n)), n = x / rms(x)."""
-        weight_E = self._weight.detach()
-        normed_TE = torch.mul(x_TE, inverse_T[:, None], out=run.scratch32("normed", *x_TE.shape))
-        g_TE = run.scratch32("norm_grad", *x_TE.shape).copy_(grad_out_TE)
-        product_TE = torch.mul(g_TE, normed_TE, out=run.scratch32("norm_product", *x_TE.shape))
-        if self._weight.requires_grad:
-            self._gradients.add(self._weight, product_TE.sum(0))
-        mean_T = (product_TE @ weight_E).div_(-self.width)
-        g_TE.mul_(weight_E).addcmul_(normed_TE, mean_T[:, None])
-        grad_TE.addcmul_(g_TE, inverse_T[:, None])
+    def backward(
+        self,
+        grad_out_TE: Tensor,
+        x_TE: Tensor,
+        inverse_T: Tensor,
+        grad_TE: Tensor,
+        run: _Run,
+        low_TE: Tensor | None = None,
+    ) -> None:
+        """Adds d(loss)/dx to `grad_TE`; `low_TE` becomes its copy."""
+        inputs, wanted = (grad_out_TE, x_TE, self._weight.detach(), inverse_T), self._weight.requires_grad
+        grad_E = run.ops.norm_backward(*inputs, grad_TE, low_TE=low_TE, of_weight=wanted)
+        if grad_E is not None:
+            self._gradients.add(self._weight, grad_E)
 
 
 class _Layer:
@@ -181,6 +192,7 @@ class _Layer:
         attn, mlp = layer.self_attn, layer.mlp
         size = attn.head_dim
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, size, attn.scaling)
+        self._rotated = self._heads.queries + self._heads.keys
         self._norms = [_Norm(n, gradients) for n in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._head_norms = [_Norm(getattr(attn, f"{n}_norm"), gradients) for n in "qk"] if _has_head_norms(attn) else []
 
@@ -194,63 +206,56 @@ class _Layer:
 
     def forward(self, x_TE: Tensor, run: _Run, take: Take) -> tuple[Tensor, list[Tensor]]:
         """The next layer's input, and what `backward` needs."""
-        n, (first, second) = len(x_TE), self._norms
+        n, ops, (first, second) = len(x_TE), run.ops, self._norms
         inverse_T, inverse2_T = (take(name, (n,), torch.float32) for name in ("inverse", "inverse2"))
         normed_TE = first.forward(x_TE, run.scratch("normed_low", *x_TE.shape), inverse_T, run)
         qkv_TC = self._qkv.forward(normed_TE, take("qkv", (n, self._qkv.width), run.dtype))
         saved_heads = self._normalise_heads(qkv_TC, run, take)
-        rotate(self._queries_and_keys(qkv_TC), run.cos_TD, run.sin_TD, run)
+        ops.rotate(qkv_TC, self._rotated, run.cos_TD, run.sin_TD)
         attended_TC = take("attended", (n, self._heads.queries * self._heads.size), run.dtype)
         lse_TH = take("lse", (n, self._heads.queries), torch.float32)
-        attention(qkv_TC, self._heads, run.plan, attended_TC, lse_TH)
+        ops.attention(qkv_TC, self._heads, run.plan, attended_TC, lse_TH)
         branch_TE = self._output.forward(attended_TC, run.scratch("branch", *x_TE.shape))
-        x2_TE = take("x2", x_TE.shape, torch.float32).copy_(branch_TE).add_(x_TE)
-        normed_TE = second.forward(x2_TE, run.scratch("normed_low", *x_TE.shape), inverse2_T, run)
+        x2_TE = take("x2", x_TE.shape, torch.float32)
+        normed_low_TE = run.scratch("normed_low", *x_TE.shape)
+        normed_TE = second.forward(x_TE, normed_low_TE, inverse2_T, run, (branch_TE, x2_TE))
         gate_up_TF = self._gate_up.forward(normed_TE, take("gate_up", (n, self._gate_up.width), run.dtype))
-        gate_TF, up_TF = gate_up_TF.chunk(2, dim=1)
-        inner_TF = torch.mul(silu(gate_TF), up_TF, out=run.scratch("inner", *gate_TF.shape))
+        inner_TF = run.scratch("inner", n, self._gate_up.width // 2)
+        ops.swiglu(gate_up_TF, inner_TF)
         branch_TE = self._down.forward(inner_TF, run.scratch("branch", *x_TE.shape))
-        out_TE = take("x", x_TE.shape, torch.float32).copy_(branch_TE).add_(x2_TE)
+        out_TE = take("x", x_TE.shape, torch.float32)
+        ops.add(x2_TE, branch_TE, out_TE)
         return out_TE, [x_TE, inverse_T, qkv_TC, attended_TC, lse_TH, x2_TE, inverse2_T, gate_up_TF, *saved_heads]
 
-    def backward(self, saved: Sequence[Tensor], grad_TE: Tensor, run: _Run) -> None:
-        """`grad_TE`: d(loss)/d(output), turned into d(loss)/d(input) in place."""
+    def backward(self, saved: Sequence[Tensor], grad_TE: Tensor, low_TE: Tensor, run: _Run) -> None:
+        """`grad_TE`, and `low_TE` in the compute dtype: d(loss)/d(output), turned into d(loss)/d(input) in place."""
         x_TE, inverse_T, qkv_TC, attended_TC, lse_TH, x2_TE, inverse2_T, gate_up_TF, *saved_heads = saved
-        first, second = self._norms
-        low_TE = run.scratch("grad_low", *x_TE.shape).copy_(grad_TE)
-        grad_gate_up_TF = self._feed_forward_backward(gate_up_TF, low_TE, run)
-        normed_TE = second.apply(x2_TE, run.scratch("normed_low", *x_TE.shape), inverse2_T, run)
+        ops, (first, second) = run.ops, self._norms
+        inner_TF = run.scratch("inner", len(x_TE), self._gate_up.width // 2)
+        ops.swiglu(gate_up_TF, inner_TF)
+        grad_inner_TF = self._down.backward(inner_TF, low_TE, run.scratch("grad_inner", *inner_TF.shape))
+        grad_gate_up_TF = run.scratch("grad_gate_up", *gate_up_TF.shape)
+        ops.swiglu_backward(grad_inner_TF, gate_up_TF, grad_gate_up_TF)
+        normed_TE = second.again(x2_TE, run.scratch("normed_low", *x_TE.shape), inverse2_T, run)
         self._gate_up.backward(normed_TE, grad_gate_up_TF, low_TE)
-        second.backward(low_TE, x2_TE, inverse2_T, grad_TE, run)
-        low_TE.copy_(grad_TE)
+        second.backward(low_TE, x2_TE, inverse2_T, grad_TE, run, low_TE)
         grad_attended_TC = self._output.backward(attended_TC, low_TE, run.scratch("grad_attended", *attended_TC.shape))
         grad_qkv_TC = run.scratch("grad_qkv", *qkv_TC.shape)
-        attention_backward(grad_attended_TC, qkv_TC, self._heads, run.plan, attended_TC, lse_TH, grad_qkv_TC)
-        rotate(self._queries_and_keys(grad_qkv_TC), run.cos_TD, -run.sin_TD, run)
+        ops.attention_backward(grad_attended_TC, qkv_TC, self._heads, run.plan, attended_TC, lse_TH, grad_qkv_TC)
+        ops.rotate(grad_qkv_TC, self._rotated, run.cos_TD, run.sin_TD, back=True)
         self._normalise_heads_backward(grad_qkv_TC, saved_heads, run)
-        normed_TE = first.apply(x_TE, run.scratch("normed_low", *x_TE.shape), inverse_T, run)
+        normed_TE = first.again(x_TE, run.scratch("normed_low", *x_TE.shape), inverse_T, run)
         self._qkv.backward(normed_TE, grad_qkv_TC, low_TE)
-        first.backward(low_TE, x_TE, inverse_T, grad_TE, run)
-
-    def _feed_forward_backward(self, gate_up_TF: Tensor, grad_TE: Tensor, run: _Run) -> Tensor:
-        """d(loss)/d(gate, up) from d(loss)/d(output of the block)."""
-        gate_TF, up_TF = gate_up_TF.chunk(2, dim=1)
-        active_TF = silu(gate_TF)
-        inner_TF = torch.mul(active_TF, up_TF, out=run.scratch("inner", *gate_TF.shape))
-        grad_inner_TF = self._down.backward(inner_TF, grad_TE, run.scratch("grad_inner", *gate_TF.shape))
-        grad_gate_up_TF = run.scratch("grad_gate_up", *gate_up_TF.shape)
-        grad_gate_TF, grad_up_TF = grad_gate_up_TF.chunk(2, dim=1)
-        torch.mul(grad_inner_TF, active_TF, out=grad_up_TF)
-        torch.ops.aten.silu_backward.grad_input(grad_inner_TF.mul_(up_TF), gate_TF, grad_input=grad_gate_TF)
-        return grad_gate_up_TF
-
-    def _queries_and_keys(self, qkv_TC: Tensor) -> Tensor:
-        """[T, H + J, D], a view."""
-        heads = self._heads
-        return qkv_TC[:, : (heads.queries + heads.keys) * heads.size].unflatten(1, (-1, heads.size))
+        first.backward(low_TE, x_TE, inverse_T, grad_TE, run, low_TE)
 
     def _split_heads(self, qkv_TC: Tensor) -> Sequence[Tensor]:
-        return self._queries_and_keys(qkv_TC).split([self._heads.queries, self._heads.keys], dim=1)
+        """Queries [T, H, D] and keys [T, J, D], views."""
+        heads = self._heads
+        return (
+            qkv_TC[:, : self._rotated * heads.size]
+            .unflatten(1, (self._rotated, heads.size))
+            .split([heads.queries, heads.keys], dim=1)
+        )
 
     def _normalise_heads(self, qkv_TC: Tensor, run: _Run, take: Take) -> list[Tensor]:
         """Qwen3 norms each head of queries and keys. In place; returns what went in and 1 / rms, for each."""
@@ -272,16 +277,6 @@ class _Layer:
             grad_MD = run.scratch32("head_grad", *before_MD.shape).zero_()
             norm.backward(grads.reshape(before_MD.shape), before_MD, inverse_M, grad_MD, run)
             grads.copy_(grad_MD.view(grads.shape))
-
-
-def rotate(x_TXD: Tensor, cos_TD: Tensor, sin_TD: Tensor, run: _Run) -> None:
-    """Rotary embedding of halves, in place, in float32; with -sin its inverse and its gradient. arXiv 2104.09864."""
-    half = x_TXD.shape[-1] // 2
-    x = run.scratch32("rotated_from", *x_TXD.shape).copy_(x_TXD)
-    out = torch.mul(x, cos_TD[:, None], out=run.scratch32("rotated", *x_TXD.shape))
-    out[..., :half].addcmul_(x[..., half:], sin_TD[:, None, :half], value=-1.0)
-    out[..., half:].addcmul_(x[..., :half], sin_TD[:, None, half:])
-    x_TXD.copy_(out)
 
 
 def supports(model: PreTrainedModel) -> bool:

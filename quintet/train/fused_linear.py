@@ -1,7 +1,9 @@
-"""Linear layers of the fused decoder: those that read the same input are one matrix product, LoRA's are two more.
+"""Linear layers of the fused decoder: those that read the same input are one matrix product.
 
 Weights are cast to the compute dtype once per optimizer step, not once per micro-batch, and gradients are added to
-`.grad` where they are made: autograd would allocate every one of them anew.
+`.grad` where they are made: autograd would allocate every one of them anew. LoRA's adapters are added to the weights
+then too, W + scale B A in float32 before the cast, as they are for the engine; so a forward pass costs what it costs
+without them, and their own products are four narrow ones in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,12 +19,10 @@ from quintet.train.workspace import Gradients, Workspace
 
 
 class _Weights(NamedTuple):
-    """In the compute dtype: base weights and biases end to end, adapters' downs end to end, their scaled ups."""
+    """In the compute dtype: weights with their adapters, and biases, end to end."""
 
-    base_OI: Tensor
+    weight_OI: Tensor
     bias_O: Tensor | None
-    down_RI: Tensor | None
-    up_OR: Tensor | None
 
 
 class Linears:
@@ -37,29 +37,29 @@ class Linears:
     def forward(self, x_TI: Tensor, out_TO: Tensor) -> Tensor:
         """`out_TO` = the layers' outputs, side by side."""
         weights = self._weights_in(x_TI.dtype)
-        torch.mm(x_TI, weights.base_OI.t(), out=out_TO)
+        torch.mm(x_TI, weights.weight_OI.t(), out=out_TO)
         if weights.bias_O is not None:
             out_TO += weights.bias_O
-        if weights.down_RI is not None and weights.up_OR is not None:
-            out_TO.addmm_(x_TI @ weights.down_RI.t(), weights.up_OR.t())
         return out_TO
 
     def backward(self, x_TI: Tensor, grad_TO: Tensor, out_TI: Tensor) -> Tensor:
         """`out_TI` = d(loss)/dx; the weights' gradients go to `.grad`."""
         parts, weights = self._parts(), self._weights_in(x_TI.dtype)
-        torch.mm(grad_TO, weights.base_OI, out=out_TI)
+        torch.mm(grad_TO, weights.weight_OI, out=out_TI)
         if any(p.base.weight.requires_grad for p in parts):
             self._add_split([p.base.weight for p in parts], self._gradients.product(grad_TO.t(), x_TI))
         if weights.bias_O is not None:
             self._add_split([p.base.bias for p in parts], grad_TO.sum(0))
-        if weights.down_RI is not None and weights.up_OR is not None:
-            grad_TR = grad_TO @ weights.up_OR
-            out_TI.addmm_(grad_TR, weights.down_RI)
-            adapters = [a for p in parts for a in p.adapters]
-            self._add_split([a.down for a in adapters], grad_TR.t() @ x_TI)
-            # of the two factors the narrow one is transposed: a wide one takes longer than the product
-            self._add_diagonal(parts, ((x_TI @ weights.down_RI.t()).t() @ grad_TO).t())
+        if any(a.up.requires_grad for p in parts for a in p.adapters):
+            self._adapters_backward(parts, x_TI, grad_TO)
         return out_TI
+
+    def _adapters_backward(self, parts: Sequence[LinearParts], x_TI: Tensor, grad_TO: Tensor) -> None:
+        downs = [a.down for p in parts for a in p.adapters]
+        down_RI, up_OR = self._joined("down", downs, x_TI.dtype), self._block_diagonal(parts, x_TI.dtype)
+        self._add_split(downs, (grad_TO @ up_OR).t() @ x_TI)
+        # of the two factors the narrow one is transposed: a wide one takes longer than the product
+        self._add_diagonal(parts, ((x_TI @ down_RI.t()).t() @ grad_TO).t())
 
     def _add_split(self, parameters: Sequence[Tensor], grads: Tensor) -> None:
         """To each parameter its rows of `grads`."""
@@ -78,17 +78,33 @@ class Linears:
 
     def _weights_in(self, dtype: torch.dtype) -> _Weights:
         parts = self._parts()
-        base_OI = self._joined("base", [p.base.weight for p in parts], dtype)
         biases = [p.base.bias for p in parts]
         bias_O = None if biases[0] is None else self._joined("bias", biases, dtype)
-        if not any(p.adapters for p in parts):
-            return _Weights(base_OI, bias_O, None, None)
-        down_RI = self._joined("down", [a.down for p in parts for a in p.adapters], dtype)
-        return _Weights(base_OI, bias_O, down_RI, self._block_diagonal(parts, dtype))
+        if any(p.adapters for p in parts):
+            return _Weights(self._merged(parts, dtype), bias_O)
+        return _Weights(self._joined("base", [p.base.weight for p in parts], dtype), bias_O)
+
+    def _merged(self, parts: Sequence[LinearParts], dtype: torch.dtype) -> Tensor:
+        """The layers' weights with their adapters, end to end."""
+        shape = (self.width, parts[0].base.in_features)
+        sources = [p.base.weight for p in parts] + [x for p in parts for a in p.adapters for x in (a.down, a.up)]
+
+        def fill(kept: Tensor) -> None:
+            for rows, part in zip(kept.split([p.base.out_features for p in parts]), parts, strict=True):
+                total_OI = self._weights.scratch("merged", rows.shape, torch.float32).copy_(part.base.weight.detach())
+                for adapter in part.adapters:
+                    total_OI.addmm_(adapter.up.detach().float(), adapter.down.detach().float(), alpha=adapter.scale)
+                rows.copy_(total_OI)
+
+        if dtype == torch.float32:  # a copy that is kept would double the weights' memory
+            merged_OI = self._weights.scratch("merged_all", shape, dtype)
+            fill(merged_OI)
+            return merged_OI
+        return self._kept("merged", sources, shape, dtype, fill)
 
     def _joined(self, name: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """`tensors` end to end."""
-        if dtype == torch.float32:  # a copy that is kept would double the weights' memory
+        if dtype == torch.float32:
             return torch.cat([t.detach() for t in tensors]) if len(tensors) > 1 else tensors[0].detach()
 
         def fill(kept: Tensor) -> None:

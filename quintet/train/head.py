@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from quintet.models.decoder.mass import block_sums, log_share
 from quintet.models.decoder.numerics import Kernels
+from quintet.train.native.library import Library
 from quintet.train.workspace import Gradients, Lease, WorkspacePool
 
 _CACHED_LOGITS = 1 << 20  # float32 numbers that two cores' caches hold
@@ -70,10 +71,12 @@ Head = nn.Linear | HeadWeights
 
 
 class HeadMemory(NamedTuple):
-    """Where logits and the weight's gradient lie on the CPU; the gradient is then added to `.grad` at once."""
+    """Where logits and the weight's gradient lie on the CPU; the gradient is then added to `.grad` at once. `native`:
+    kernels for the softmax."""
 
     gradients: Gradients
     pool: WorkspacePool
+    native: Library | None = None
 
 
 def token_logprobs(
@@ -108,8 +111,12 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs_N, lse_N, entropy_N = (hidden_ND.new_empty(len(target_N), dtype=torch.float32) for _ in range(3))
         chunks = _chunks(len(target_N), config.chunk_tokens)
         product_CV = _chunk_memory(head, lease)
+        softmax = _native_softmax(head, memory)
         for rows in chunks:
             head.product(rows, product_CV)
+            if softmax is not None:
+                softmax.statistics(product_CV, target_N[rows], lse_N[rows], logprobs_N[rows], entropy_N[rows])
+                continue
             for part in _cached_parts(rows, product_CV):
                 z_PV = head.transformed(product_CV[part.start - rows.start : part.stop - rows.start])
                 lse_N[part], logprobs_N[part], entropy_N[part] = _statistics(z_PV, target_N[part])
@@ -129,10 +136,13 @@ class _ChunkedHead(torch.autograd.Function):
         gradient = _HeadGradient(head, ctx.needs_input_grad, weight_VD, ctx.memory)
         chunks = _chunks(len(target_N), config.chunk_tokens)
         every = _Rows(lse_N, entropy_N, target_N, grad_logp_N, grad_entropy_N)
+        softmax = _native_softmax(head, ctx.memory)
         for rows in reversed(chunks):
             if rows != chunks[-1]:  # the last chunk's are still there
                 head.product(rows, product_CV)
-            for part in _cached_parts(rows, product_CV):
+            if softmax is not None:
+                softmax.gradient(product_CV, every.take(rows))
+            for part in _cached_parts(rows, product_CV) if softmax is None else []:
                 own = product_CV[part.start - rows.start : part.stop - rows.start]
                 z_PV = head.transformed(own)
                 own.copy_(_through_transform(_grad_logits(z_PV, every.take(part)), z_PV, config))
@@ -140,6 +150,37 @@ class _ChunkedHead(torch.autograd.Function):
         if ctx.lease is not None:
             ctx.lease.release()
         return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None, None
+
+
+class _NativeSoftmax:
+    """`_statistics` and `_grad_logits` in one pass each over logits in the compute dtype."""
+
+    def __init__(self, native: Library, config: HeadConfig) -> None:
+        self._native, self._factor = native, config.transform.scale / config.temperature
+
+    def statistics(
+        self, product_CV: Tensor, target_C: Tensor, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor
+    ) -> None:
+        shape = (len(target_C), product_CV.shape[1])
+        outputs = (lse_C, logprobs_C, entropy_C)
+        self._native.call(
+            "head_statistics", product_CV.dtype, *shape, product_CV, self._factor, target_C.contiguous(), *outputs
+        )
+
+    def gradient(self, product_CV: Tensor, rows: _Rows) -> None:
+        """d(loss)/d(product) in the place of the product."""
+        shape = (len(rows.target), product_CV.shape[1])
+        inputs = (None if x is None else x.contiguous() for x in rows.by_use())
+        self._native.call("head_gradient", product_CV.dtype, *shape, product_CV, self._factor, *inputs)
+
+
+def _native_softmax(head: _Head, memory: HeadMemory | None) -> _NativeSoftmax | None:
+    config = head.config
+    if memory is None or memory.native is None or not memory.native.computes(config.dtype):
+        return None
+    if head.bias_V is not None or config.transform.softcap is not None or config.kernels is not None:
+        return None
+    return _NativeSoftmax(memory.native, config)
 
 
 def _chunk_memory(head: _Head, lease: Lease | None) -> Tensor:
@@ -293,6 +334,9 @@ class _Rows(NamedTuple):
     target: Tensor
     grad_logp: Tensor | None
     grad_entropy: Tensor | None
+
+    def by_use(self) -> tuple[Tensor | None, ...]:
+        return self.target, self.lse, self.entropy, self.grad_logp, self.grad_entropy
 
     def take(self, rows: slice) -> _Rows:
         return _Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from quintet.models.decoder.spec import read_spec
+from quintet.models.native.compile import NativeUnavailable
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import choose_model
 from quintet.rollout.engine.members import Extra, Prompt, extra_step
-from quintet.rollout.engine.native.library import NativeUnavailable, load_library
+from quintet.rollout.engine.native.library import load_library
 from quintet.rollout.engine.native.model import NativeModel
 from quintet.rollout.engine.slots import Slots
 from quintet.types import QuintetError

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from quintet.models.native.compile import NativeUnavailable
 from quintet.rollout.engine import sampling
-from quintet.rollout.engine.native.library import NativeUnavailable, load_library
+from quintet.rollout.engine.native.library import load_library
 from quintet.rollout.engine.sampling import SamplingRows, keyed_uniform, sequence_key
 from quintet.rollout.engine.step import DRAW
 from quintet.types import GroupId

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from quintet.models.decoder.spec import ModelSpec, read_spec
+from quintet.models.native.compile import NativeUnavailable
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.engine import Engine
 from quintet.rollout.engine.fast import FastEngine
-from quintet.rollout.engine.native.library import Library, NativeUnavailable, load_library
+from quintet.rollout.engine.native.library import Library, load_library
 from quintet.rollout.engine.native.model import NativeModel
 from quintet.rollout.engine.sequence import Decode
 from quintet.rollout.engine.step import StepModel

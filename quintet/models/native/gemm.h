@@ -119,10 +119,17 @@ struct Out {
     bool onto;
 };
 
+// The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
+template <int N>
+static inline void rest_f32(const float* a, int lda, int rows, Right<float> right, Out out) {
+    if (rows == N) return tile_f32<N>(a, lda, right, out.at, out.ld, out.onto);
+    if constexpr (N > 1) rest_f32<N - 1>(a, lda, rows, right, out);
+}
+
 static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, bool, Ahead) {
     int r = 0;
     for (; r + TALL <= rows; r += TALL) tile_f32<TALL>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    for (; r < rows; ++r) tile_f32<1>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    rest_f32<TALL - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
 }
 
 #ifdef QUINTET_BF16
@@ -193,13 +200,19 @@ static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right
 }
 #endif
 
+template <int N>
+static inline void rest_bf16(const bf16* a, int lda, int rows, Right<bf16> right, Out out) {
+    if (rows == N) return tile_bf16<N>(a, lda, right, out.at, out.ld, out.onto);
+    if constexpr (N > 1) rest_bf16<N - 1>(a, lda, rows, right, out);
+}
+
 static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Out out, bool amx, Ahead ahead) {
 #ifdef QUINTET_AMX
     if (amx) return block_amx(a, lda, rows, right, out, ahead);
 #endif
     int r = 0;
     for (; r + 8 <= rows; r += 8) tile_bf16<8>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    for (; r < rows; ++r) tile_bf16<1>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    rest_bf16<7>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
 }
 #endif
 

@@ -1,0 +1,1 @@
+"""C++ for the processor at hand, compiled on first use: what the engine's and the trainer's kernels share."""
