@@ -4,9 +4,10 @@
     python benchmarks/train_step.py --shapes 50+64 --turns 5
     python benchmarks/train_step.py --dtype float32 --device cuda
 
-Lengths are prompt + response tokens. `half`: one of the two groups has no signal (all rewards equal), which TRL trains
-like any other. `lora`: rank 16 on all linear layers against full. `memory`: each side alone in a process of its own,
-peak resident bytes. TRL runs with activation checkpointing off and the micro-batch that was quickest of those tried.
+Lengths are prompt + response tokens. `trl`: both sides on `--groups` groups. `half`: half of 8 groups, the batch of
+grpo_step.py, have no signal (all rewards equal); against training all of them, as TRL does. `lora`: rank 16 on all
+linear layers against full. `memory`: each side alone in a process of its own, peak resident bytes. TRL runs with
+activation checkpointing off and the micro-batch that was quickest of those tried.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from quintet.types import Experience, ExperienceBatch, GroupId, Span, VersionRun
 from quintet.weights.memory import MemoryStore
 
 Shape = tuple[int, int]
+STEP_GROUPS = 8  # of a GRPO step
 
 
-def samples(shape: Shape, options: argparse.Namespace, *, half: bool = False) -> list[Experience]:
+def samples(shape: Shape, options: argparse.Namespace, groups: int, *, half: bool = False) -> list[Experience]:
     """Groups of random ids; advantages sum to 0 in a group. `half`: every second group has none."""
     rng, out = random.Random(0), []
-    for g in range(options.groups):
+    for g in range(groups):
         prompt = [rng.randrange(4, options.vocab) for _ in range(shape[0])]
         for i in range(options.group_size):
             response = [rng.randrange(4, options.vocab) for _ in range(shape[1])]
@@ -165,21 +167,16 @@ class Trl:
 
 def compare(shape: Shape, ours: Ours, trl: Trl, options: argparse.Namespace) -> None:
     label = f"{shape[0]}+{shape[1]}"
-    full, half = samples(shape, options), samples(shape, options, half=True)
+    full = samples(shape, options, options.groups)
     print(f"\n{options.groups} groups x {options.group_size} samples, {label} tokens")
     size = trl.best_size(full, options)
     ours.turn(full)
     sides: dict[str, Callable[[], float]] = {
         "trl": lambda: trl.turn(full, size),
         "quintet": lambda: ours.turn(full),
-        "half": lambda: ours.turn(half),
     }
     found = alternate(sides, options.turns)
     print_ratio(f"train_step_{label}", found, peer="trl")
-    line = ratio_line(
-        f"train_step_{label}_half_without_signal", median(found["half"]), median(found["quintet"]), peer="all"
-    )
-    print(line, flush=True)
     tokens = options.groups * (shape[0] + options.group_size * (shape[1] - 1))
     body = sum(p.numel() for n, p in ours.worker.model.named_parameters() if "embed" not in n and "lm_head" not in n)
     head = options.groups * options.group_size * shape[1] * options.vocab * ours.worker.model.config.hidden_size
@@ -190,8 +187,15 @@ def compare(shape: Shape, ours: Ours, trl: Trl, options: argparse.Namespace) -> 
     print(f"  quintet at {share:.0%} of this machine's matrix products ({peak / 1e9:.0f} GFLOP/s at 1024 rows)")
 
 
+def compare_half(shape: Shape, ours: Ours, options: argparse.Namespace) -> None:
+    full, half = (samples(shape, options, STEP_GROUPS, half=half) for half in (False, True))
+    ours.turn(full)
+    found = alternate({"all": lambda: ours.turn(full), "quintet": lambda: ours.turn(half)}, options.turns)
+    print_ratio(f"half_without_signal_{shape[0]}+{shape[1]}", found, peer="all")
+
+
 def compare_lora(shape: Shape, ours: Ours, options: argparse.Namespace) -> None:
-    adapted, batch = Ours(options, lora=True), samples(shape, options)
+    adapted, batch = Ours(options, lora=True), samples(shape, options, options.groups)
     adapted.turn(batch)
     found = alternate({"full": lambda: ours.turn(batch), "quintet": lambda: adapted.turn(batch)}, options.turns)
     print_ratio(f"lora_{shape[0]}+{shape[1]}", found, peer="full")
@@ -200,7 +204,7 @@ def compare_lora(shape: Shape, ours: Ours, options: argparse.Namespace) -> None:
 def child(options: argparse.Namespace) -> None:
     """One side alone, one step: prints its peak memory as JSON."""
     shape = parse_shape(options.shapes.split(",")[0])
-    batch = samples(shape, options)
+    batch = samples(shape, options, options.groups)
     if options.child == "quintet":
         Ours(options).turn(batch)
     else:
@@ -246,7 +250,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--vocab", type=int, default=49_000, help="ids are drawn below this")
-    parser.add_argument("--parts", default="trl,lora,memory", help="which comparisons")
+    parser.add_argument("--parts", default="trl,half,lora,memory", help="which comparisons")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=8, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -264,8 +268,10 @@ def main() -> None:
             compare(shape, ours, trl, options)
         del trl
         gc.collect()
+    if "half" in parts:
+        compare_half(shapes[-1], ours, options)
     if "lora" in parts:
-        compare_lora(shapes[0], ours, options)
+        compare_lora(shapes[-1], ours, options)
     if "memory" in parts:
         compare_memory(shapes[-1], options)
 

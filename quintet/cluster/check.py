@@ -358,7 +358,11 @@ class Checker(Checks):
     def _tell_mismatch(self, policy: PreTrainedModel, rollouts: list[Rollout]) -> None:
         kernels = shared_kernels(self.config, policy)
         forward = PolicyForward(
-            policy, temperature=self.config.rollout.temperature, dtype=self._base.dtype, kernels=kernels
+            policy,
+            temperature=self.config.rollout.temperature,
+            dtype=self._base.dtype,
+            kernels=kernels,
+            fused_kernels=self.config.train.kernels,
         )
         gaps = [_largest_gap(forward, r) for r in rollouts if any(r.loss_mask)]
         if not gaps:

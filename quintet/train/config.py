@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+KernelChoice = Literal["auto", "native", "torch"]
+
 
 class CriticConfig(BaseModel):
     """The value model of a preset with a critic (ppo): a copy of the policy's body with a head of one number, trained
@@ -47,6 +49,12 @@ class TrainConfig(BaseModel):
     shared_prompt: bool = Field(True, description="compute a prompt once for its samples in a micro-batch (exact)")
     head_chunk_tokens: int = Field(1024, gt=0, description="rows of the language-model head computed at once")
     activation_checkpointing: bool = False
+    kernels: KernelChoice = Field(
+        "auto",
+        description="what a Llama-like model on a CPU does between its matrix products. native: C++ compiled for this "
+        "machine, an error where it cannot run; torch: plain torch; auto: native where it can run. Other models and "
+        "devices, and rollout.numerics: reproducible, take neither",
+    )
     critic: CriticConfig = Field(default_factory=CriticConfig)
 
     def conflict(self) -> str | None:

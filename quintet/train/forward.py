@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quintet.models.decoder.numerics import Kernels
 from quintet.models.lora import base_model
 from quintet.train import attention, fused
+from quintet.train.config import KernelChoice
 from quintet.train.exact import ExactDecoder
 from quintet.train.head import (
     Head,
@@ -36,7 +37,7 @@ from quintet.train.head import (
     logprobs_from_logits,
     token_logprobs,
 )
-from quintet.train.native.library import KernelChoice, choose_library
+from quintet.train.native.library import choose_library
 from quintet.train.packing import LossRows, TokenSample, pack, pad
 from quintet.train.workspace import Gradients, WorkspacePool
 from quintet.types import QuintetError

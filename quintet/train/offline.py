@@ -123,6 +123,7 @@ class OfflineTrainer:
             shared_prompt=self._config.shared_prompt,
             head_chunk_tokens=self._config.head_chunk_tokens,
             activation_checkpointing=self._config.activation_checkpointing,
+            fused_kernels=self._config.kernels,
         )
 
     def _unit(self, row: Answered) -> list[TokenSample]:

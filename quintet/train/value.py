@@ -58,6 +58,7 @@ class ValueForward:
             shared_prompt=config.shared_prompt,
             head_chunk_tokens=config.head_chunk_tokens,
             activation_checkpointing=config.activation_checkpointing,
+            fused_kernels=config.kernels,
         )
         self.device = self._forward.device
 

@@ -166,6 +166,7 @@ class LocalTrainWorker:
             shared_prompt=self._config.shared_prompt,
             head_chunk_tokens=self._config.head_chunk_tokens,
             activation_checkpointing=self._config.activation_checkpointing,
+            fused_kernels=self._config.kernels,
             kernels=self._kernels,
         )
 

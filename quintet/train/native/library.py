@@ -6,17 +6,15 @@ import ctypes
 import functools
 import logging
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quintet.models.native.compile import NativeUnavailable, compiled, unusable
+from quintet.train.config import KernelChoice
 from quintet.types import QuintetError
 
 _log = logging.getLogger(__name__)
-
-KernelChoice = Literal["auto", "native", "torch"]
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "segments.h", "rows.h", "team.h"))
 
