@@ -2,14 +2,16 @@
 
     python benchmarks/grpo_step.py                                # 8 x 8 x (50 + 64), 8 x 8 x (512 + 128), long tails
     python benchmarks/grpo_step.py --shapes 50+64 --turns 3 --steps 2
+    python benchmarks/grpo_step.py --shapes 512+128 --warmup 0
     python benchmarks/grpo_step.py --model builtin:tiny --shapes 20+64
     python benchmarks/grpo_step.py --device cuda
 
 A shape `P+N` is prompts of about P tokens and exactly N sampled ones (the end token is one that is never drawn);
-`P+~N` lets the model end where it likes, after N tokens at most. Each turn is a process of its own: one step to warm
-up, then `--steps` timed ones. Both sides get the same model, prompts, reward, learning rate, temperature and sizes.
-TRL runs with activation checkpointing off, its own paged or plain generation as configured by default, the whole step
-in one generation batch, and micro-batches of `--trl-micro-batch` samples; its settings are printed.
+`P+~N` lets the model end where it likes, after N tokens at most. Each turn is a process of its own: `--warmup` steps
+(where a step takes minutes, 0 will do), then `--steps` timed ones. Both sides get the same model, prompts, reward,
+learning rate, temperature and sizes. TRL runs with activation checkpointing off, its own paged or plain generation as
+configured by default, the whole step in one generation batch, and micro-batches of `--trl-micro-batch` samples; its
+settings are printed.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def model_folder(options: argparse.Namespace, folder: Path, *, natural_end: bool
 def run_quintet(job: dict[str, Any]) -> list[float]:
     out = Path(tempfile.mkdtemp(prefix="grpo-step-"))
     config = {
-        "steps": 1 + job["steps"],
+        "steps": job["warmup"] + job["steps"],
         "model": {"name": job["model"], "device": job["device"], "dtype": job["dtype"]},
         "data": {"source": job["data"], "eval_size": 0},
         "rollout": {"groups_per_step": job["groups"], "group_size": job["group_size"], "max_tokens": job["new"]},
@@ -90,14 +92,14 @@ def run_quintet(job: dict[str, Any]) -> list[float]:
     quintet.train(config, out=out, reward=spread_reward)
     seconds = [row["time/step_s"] for row in read_metrics(out / "metrics.jsonl") if "time/step_s" in row]
     shutil.rmtree(out)
-    return seconds[1:]
+    return seconds[job["warmup"] :]
 
 
 def trl_settings(job: dict[str, Any]) -> dict[str, Any]:
     samples = job["groups"] * job["group_size"]
     device = resolve_device(job["device"])
     return {
-        "max_steps": 1 + job["steps"],
+        "max_steps": job["warmup"] + job["steps"],
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
         "beta": 0.0,
@@ -125,6 +127,9 @@ def run_trl(job: dict[str, Any]) -> list[float]:
     marks: list[float] = []
 
     class Clock(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            marks.append(time.perf_counter())
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             marks.append(time.perf_counter())
 
@@ -140,7 +145,7 @@ def run_trl(job: dict[str, Any]) -> list[float]:
         processing_class=tokenizer,
         callbacks=[Clock()],
     ).train()
-    return [b - a for a, b in pairwise(marks)]
+    return [b - a for a, b in pairwise(marks)][job["warmup"] :]
 
 
 def timed_child(side: str, job: dict[str, Any]) -> float:
@@ -172,6 +177,7 @@ def compare(shape: str, options: argparse.Namespace, folder: Path) -> None:
         "group_size": options.group_size,
         "new": new,
         "steps": options.steps,
+        "warmup": options.warmup,
         "trl_micro_batch": options.trl_micro_batch,
     }
     print(f"\n{options.groups} x {options.group_size} x ({shape})\nTRL settings: {json.dumps(trl_settings(job))}")
@@ -187,6 +193,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="timed steps in a turn")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them that are not timed")
     parser.add_argument("--trl-micro-batch", type=int, default=16)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")

@@ -261,6 +261,7 @@ class PolicyForward:
         native = choose_library(self._fused_kernels, self._dtype)
         self._fused = fused.FusedDecoder(self._base, gradients, recompute=activation_checkpointing, native=native)
         self._memory = HeadMemory(gradients, WorkspacePool(), native)
+        log.info("train worker: written-out decoder, %s", "plain torch" if native is None else "C++ kernels")
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[TokenSample], layout: Layout) -> Tensor:
