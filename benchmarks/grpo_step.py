@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them that are not timed")
-    parser.add_argument("--trl-micro-batch", type=int, default=16)
+    parser.add_argument("--trl-micro-batch", type=int, default=4, help="train_step.py finds the quickest")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--child", choices=["quintet", "trl"], help=argparse.SUPPRESS)

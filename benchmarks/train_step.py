@@ -6,8 +6,9 @@
 
 Lengths are prompt + response tokens. `trl`: both sides on `--groups` groups. `half`: half of 8 groups, the batch of
 grpo_step.py, have no signal (all rewards equal); against training all of them, as TRL does. `lora`: rank 16 on all
-linear layers against full. `memory`: each side alone in a process of its own, peak resident bytes. TRL runs with
-activation checkpointing off and the micro-batch that was quickest of those tried.
+linear layers against full. `memory`: peak resident bytes of each side alone in a process of its own, one optimizer
+step over `--groups` groups, one group in a forward. TRL runs with activation checkpointing off, for time with the
+micro-batch that was quickest of those tried.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def samples(shape: Shape, options: argparse.Namespace, groups: int, *, half: boo
 class Ours:
     """Seconds of forward and backward of one `update` (its optimizer step is left out)."""
 
-    def __init__(self, options: argparse.Namespace, *, lora: bool = False) -> None:
+    def __init__(self, options: argparse.Namespace, *, lora: bool = False, **settings: Any) -> None:
         config = ModelConfig(name=options.model, device=options.device)
         model: Any = load_model(config, seed=0)
         if lora:
@@ -81,7 +82,7 @@ class Ours:
         self.worker = LocalTrainWorker(
             model.to(device),
             tokenizer=load_tokenizer(config),
-            config=TrainConfig(lr=0.0),
+            config=TrainConfig(lr=0.0, **settings),
             algorithm=resolve(AlgorithmConfig.model_validate({"preset": "grpo"})),
             temperature=1.0,
             total_steps=1000,
@@ -131,7 +132,8 @@ class Trl:
         self.trainer.model.to(device).train()
         self._device = device
 
-    def turn(self, batch: list[Experience], size: int) -> float:
+    def turn(self, batch: list[Experience], size: int, *, optimizer: bool = False) -> float:
+        """`optimizer`: a step of it afterwards, outside the clock."""
         trainer, runs = self.trainer, [batch[i : i + size] for i in range(0, len(batch), size)]
         trainer.current_gradient_accumulation_steps = len(runs)
         inputs = [self._inputs(run) for run in runs]
@@ -143,6 +145,8 @@ class Trl:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
+        if optimizer:
+            trainer.create_optimizer().step()
         trainer.model.zero_grad(set_to_none=True)
         return seconds
 
@@ -157,10 +161,15 @@ class Trl:
         return {name: t.to(self._device) for name, t in tensors.items()}
 
     def best_size(self, batch: list[Experience], options: argparse.Namespace) -> int:
-        """The quickest micro-batch of one group, and half and twice as much; after one turn to warm up."""
-        sizes = sorted({max(1, options.group_size // 2), options.group_size, min(len(batch), 2 * options.group_size)})
+        """The quickest micro-batch: twice a group, halved as long as that helps; after one turn to warm up."""
+        size = min(len(batch), 2 * options.group_size)
         self.turn(batch, options.group_size)
-        seconds = {size: self.turn(batch, size) for size in sizes}
+        seconds = {size: self.turn(batch, size)}
+        while size > 1:
+            seconds[size // 2] = self.turn(batch, size // 2)
+            if seconds[size // 2] > seconds[size]:
+                break
+            size //= 2
         print("  TRL micro-batches tried:", ", ".join(f"{size}: {s:.2f} s" for size, s in seconds.items()))
         return min(seconds, key=lambda size: seconds[size])
 
@@ -203,12 +212,12 @@ def compare_lora(shape: Shape, ours: Ours, options: argparse.Namespace) -> None:
 
 def child(options: argparse.Namespace) -> None:
     """One side alone, one step: prints its peak memory as JSON."""
-    shape = parse_shape(options.shapes.split(",")[0])
-    batch = samples(shape, options, options.groups)
+    prompt, response = shape = parse_shape(options.shapes)
+    batch, size = samples(shape, options, options.groups), options.group_size
     if options.child == "quintet":
-        Ours(options).turn(batch)
+        Ours(options, micro_batch_tokens=prompt + size * (response - 1)).turn(batch)
     else:
-        Trl(options).turn(batch, options.size)
+        Trl(options).turn(batch, size, optimizer=True)
     print(json.dumps({"peak_bytes": peak_memory(options.device)}))
 
 
@@ -224,7 +233,7 @@ def compare_memory(shape: Shape, options: argparse.Namespace) -> None:
     peaks = {}
     for side in ("trl", "quintet"):
         command = [sys.executable, __file__, "--child", side, "--shapes", f"{shape[0]}+{shape[1]}"]
-        command += ["--size", str(options.groups * options.group_size), "--dtype", options.dtype]
+        command += ["--dtype", options.dtype]
         command += ["--groups", str(options.groups), "--group-size", str(options.group_size), "--model", options.model]
         command += ["--vocab", str(options.vocab), "--device", options.device]
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -252,7 +261,6 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49_000, help="ids are drawn below this")
     parser.add_argument("--parts", default="trl,half,lora,memory", help="which comparisons")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, default=8, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options)
@@ -260,6 +268,11 @@ def main() -> None:
     print(machine())
     shapes = [parse_shape(text) for text in options.shapes.split(",")]
     parts = options.parts.split(",")
+    if "memory" in parts:
+        compare_memory(shapes[0], options)
+        parts.remove("memory")
+    if not parts:
+        return
     ours = Ours(options)
     if "trl" in parts:
         trl = Trl(options)
@@ -272,8 +285,6 @@ def main() -> None:
         compare_half(shapes[-1], ours, options)
     if "lora" in parts:
         compare_lora(shapes[-1], ours, options)
-    if "memory" in parts:
-        compare_memory(shapes[-1], options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quintet.models.smollm2 import cache_dir
+
+_log = logging.getLogger(__name__)
 
 SHARED = Path(__file__).parent  # headers that every source may include
 FLAGS = ("-O2", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{SHARED}")
@@ -51,6 +54,7 @@ def compiled(name: str, sources: Sequence[Path], folder: Path | None = None) -> 
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
+                _log.info("compiling kernels for this machine, once (some seconds): %s", path)
                 _build(compiler, sources[0], path)
     except OSError as error:
         raise unusable(folder, error) from error

@@ -86,13 +86,13 @@ def _sample_lot(logits_BV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     scaled_BV = logits_BV
     if np.any(scale != 1.0):
         scaled_BV = logits_BV / torch.from_numpy(scale.astype(np.float32)).to(device)[:, None]
-    shifted_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-    mass_BV = _truncate(shifted_BV.exp(), shifted_BV, rows, ~greedy)
+    peak_B1 = scaled_BV.amax(-1, keepdim=True)
+    mass_BV = _truncate((scaled_BV - peak_B1).exp_(), scaled_BV, rows, ~greedy)
     cumulative_BN = (sums_BN := block_sums(mass_BV)).cumsum(-1)
     ids_B = _invert_cdf(mass_BV, sums_BN, cumulative_BN, torch.from_numpy(rows.uniform).to(device))
     if greedy.any():
         ids_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(-1), ids_B)
-    return ids_B, log_share(shifted_BV.gather(1, ids_B[:, None]).squeeze(1), cumulative_BN)
+    return ids_B, log_share((scaled_BV.gather(1, ids_B[:, None]) - peak_B1).squeeze(1), cumulative_BN)
 
 
 def _invert_cdf(mass_BV: Tensor, sums_BN: Tensor, cumulative_BN: Tensor, uniform_B: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor, positive_BN: Tensor) -
     return torch.minimum(found_B, (positive_BN * places_N).amax(-1))
 
 
-def _truncate(mass_BV: Tensor, shifted_BV: Tensor, rows: SamplingRows, sampled: np.ndarray) -> Tensor:
+def _truncate(mass_BV: Tensor, scaled_BV: Tensor, rows: SamplingRows, sampled: np.ndarray) -> Tensor:
     """Zero the mass outside top-k, then outside top-p of what is left, then below min-p of the likeliest (whose mass
     is 1). Only rows that ask for it are touched."""
     vocabulary = mass_BV.shape[1]
@@ -126,7 +126,7 @@ def _truncate(mass_BV: Tensor, shifted_BV: Tensor, rows: SamplingRows, sampled: 
     if with_k.size:
         index = torch.from_numpy(with_k).to(mass_BV.device)
         k_R = torch.from_numpy(rows.top_k[with_k].astype(np.int64)).to(mass_BV.device)
-        part_RV = shifted_BV[index]
+        part_RV = scaled_BV[index]
         largest_RK = part_RV.topk(int(k_R.max()), dim=-1).values
         keep_RV = part_RV >= largest_RK.gather(1, k_R[:, None] - 1)
         mass_BV[index] = mass_BV[index] * keep_RV
