@@ -91,9 +91,11 @@ class Linears:
 
         def fill(kept: Tensor) -> None:
             for rows, part in zip(kept.split([p.base.out_features for p in parts]), parts, strict=True):
-                total_OI = self._weights.scratch("merged", rows.shape, torch.float32).copy_(part.base.weight.detach())
+                total_OI = part.base.weight.detach()
                 for adapter in part.adapters:
-                    total_OI.addmm_(adapter.up.detach().float(), adapter.down.detach().float(), alpha=adapter.scale)
+                    factors = (adapter.up.detach().float(), adapter.down.detach().float())
+                    scratch_OI = self._weights.scratch("merged", rows.shape, torch.float32)
+                    total_OI = torch.addmm(total_OI, *factors, alpha=adapter.scale, out=scratch_OI)
                 rows.copy_(total_OI)
 
         if dtype == torch.float32:  # a copy that is kept would double the weights' memory

@@ -111,15 +111,10 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs_N, lse_N, entropy_N = (hidden_ND.new_empty(len(target_N), dtype=torch.float32) for _ in range(3))
         chunks = _chunks(len(target_N), config.chunk_tokens)
         product_CV = _chunk_memory(head, lease)
-        softmax = _native_softmax(head, memory)
+        softmax = _softmax(head, memory)
         for rows in chunks:
             head.product(rows, product_CV)
-            if softmax is not None:
-                softmax.statistics(product_CV, target_N[rows], lse_N[rows], logprobs_N[rows], entropy_N[rows])
-                continue
-            for part in _cached_parts(rows, product_CV):
-                z_PV = head.transformed(product_CV[part.start - rows.start : part.stop - rows.start])
-                lse_N[part], logprobs_N[part], entropy_N[part] = _statistics(z_PV, target_N[part])
+            softmax.statistics(product_CV, target_N[rows], lse_N[rows], logprobs_N[rows], entropy_N[rows])
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, lse_N, entropy_N, product_CV)
         ctx.head_weight, ctx.config, ctx.memory, ctx.lease = head.weight_VD, config, memory, lease
         ctx.set_materialize_grads(False)
@@ -136,51 +131,73 @@ class _ChunkedHead(torch.autograd.Function):
         gradient = _HeadGradient(head, ctx.needs_input_grad, weight_VD, ctx.memory)
         chunks = _chunks(len(target_N), config.chunk_tokens)
         every = _Rows(lse_N, entropy_N, target_N, grad_logp_N, grad_entropy_N)
-        softmax = _native_softmax(head, ctx.memory)
+        softmax = _softmax(head, ctx.memory)
         for rows in reversed(chunks):
             if rows != chunks[-1]:  # the last chunk's are still there
                 head.product(rows, product_CV)
-            if softmax is not None:
-                softmax.gradient(product_CV, every.take(rows))
-            for part in _cached_parts(rows, product_CV) if softmax is None else []:
-                own = product_CV[part.start - rows.start : part.stop - rows.start]
-                z_PV = head.transformed(own)
-                own.copy_(_through_transform(_grad_logits(z_PV, every.take(part)), z_PV, config))
+            softmax.gradient(product_CV, every.take(rows))
             gradient.add(rows, product_CV[: rows.stop - rows.start])
         if ctx.lease is not None:
             ctx.lease.release()
         return gradient.hidden_ND, gradient.weight_VD, gradient.bias_V, None, None, None
 
 
-class _NativeSoftmax:
-    """`_statistics` and `_grad_logits` in one pass each over logits in the compute dtype."""
+class _TorchSoftmax:
+    """Over the first rows of a chunk of products. On a CPU they are passed over some at a time, as many as stay in its
+    cache."""
 
-    def __init__(self, native: Library, config: HeadConfig) -> None:
-        self._native, self._factor = native, config.transform.scale / config.temperature
+    def __init__(self, head: _Head) -> None:
+        self._head = head
 
     def statistics(
-        self, product_CV: Tensor, target_C: Tensor, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor
+        self, product_CV: Tensor, target_R: Tensor, lse_R: Tensor, logprobs_R: Tensor, entropy_R: Tensor
     ) -> None:
-        shape = (len(target_C), product_CV.shape[1])
-        outputs = (lse_C, logprobs_C, entropy_C)
-        self._native.call(
-            "head_statistics", product_CV.dtype, *shape, product_CV, self._factor, target_C.contiguous(), *outputs
-        )
+        """Fills log-sum-exps, log-probabilities of the targets and entropies."""
+        for part in self._parts(len(target_R), product_CV):
+            z_PV = self._head.transformed(product_CV[part])
+            lse_R[part], logprobs_R[part], entropy_R[part] = _statistics(z_PV, target_R[part])
 
     def gradient(self, product_CV: Tensor, rows: _Rows) -> None:
         """d(loss)/d(product) in the place of the product."""
-        shape = (len(rows.target), product_CV.shape[1])
-        inputs = (None if x is None else x.contiguous() for x in rows.by_use())
-        self._native.call("head_gradient", product_CV.dtype, *shape, product_CV, self._factor, *inputs)
+        for part in self._parts(len(rows.target), product_CV):
+            z_PV = self._head.transformed(product_CV[part])
+            product_CV[part] = _through_transform(_grad_logits(z_PV, rows.take(part)), z_PV, self._head.config)
+
+    @staticmethod
+    def _parts(count: int, product_CV: Tensor) -> list[slice]:
+        step = max(1, _CACHED_LOGITS // product_CV.shape[1]) if product_CV.device.type == "cpu" else max(1, count)
+        return _chunks(count, step)
 
 
-def _native_softmax(head: _Head, memory: HeadMemory | None) -> _NativeSoftmax | None:
+class _NativeSoftmax:
+    """The same in one pass each."""
+
+    def __init__(self, head: _Head, native: Library) -> None:
+        self._native, self._factor = native, head.config.transform.scale / head.config.temperature
+
+    def statistics(
+        self, product_CV: Tensor, target_R: Tensor, lse_R: Tensor, logprobs_R: Tensor, entropy_R: Tensor
+    ) -> None:
+        outputs = (lse_R, logprobs_R, entropy_R)
+        self._call("head_statistics", product_CV, target_R.contiguous(), *outputs)
+
+    def gradient(self, product_CV: Tensor, rows: _Rows) -> None:
+        inputs = (rows.target, rows.lse, rows.entropy, rows.grad_logp, rows.grad_entropy)
+        self._call("head_gradient", product_CV, *(None if x is None else x.contiguous() for x in inputs))
+
+    def _call(self, name: str, product_CV: Tensor, *per_row: Tensor | None) -> None:
+        assert per_row[0] is not None
+        shape = (len(per_row[0]), product_CV.shape[1])
+        self._native.call(name, product_CV.dtype, *shape, product_CV, self._factor, *per_row)
+
+
+def _softmax(head: _Head, memory: HeadMemory | None) -> _TorchSoftmax | _NativeSoftmax:
+    """The kernels know neither biases nor soft caps, nor the reproducible engine's order of sums."""
     config = head.config
-    if memory is None or memory.native is None or not memory.native.computes(config.dtype):
-        return None
-    if head.bias_V is not None or config.transform.softcap is not None or config.kernels is not None:
-        return None
-    return _NativeSoftmax(memory.native, config)
+    plain = head.bias_V is None and config.transform.softcap is None and config.kernels is None
+    if plain and memory is not None and memory.native is not None and memory.native.computes(config.dtype):
+        return _NativeSoftmax(head, memory.native)
+    return _TorchSoftmax(head)
 
 
 def _chunk_memory(head: _Head, lease: Lease | None) -> Tensor:
@@ -190,14 +207,6 @@ def _chunk_memory(head: _Head, lease: Lease | None) -> Tensor:
     if lease is not None:
         return lease.workspace.empty(shape, config.dtype)
     return hidden_ND.new_empty(shape, dtype=config.dtype)
-
-
-def _cached_parts(rows: slice, product_CV: Tensor) -> list[slice]:
-    """On a CPU a chunk's logits are passed over some rows at a time, as many as stay in its cache."""
-    if product_CV.device.type != "cpu":
-        return [rows]
-    step = max(1, _CACHED_LOGITS // product_CV.shape[1])
-    return [slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step)]
 
 
 def _statistics(z_PV: Tensor, target_P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,9 +343,6 @@ class _Rows(NamedTuple):
     target: Tensor
     grad_logp: Tensor | None
     grad_entropy: Tensor | None
-
-    def by_use(self) -> tuple[Tensor | None, ...]:
-        return self.target, self.lse, self.entropy, self.grad_logp, self.grad_entropy
 
     def take(self, rows: slice) -> _Rows:
         return _Rows(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class _Team(ctypes.Structure):
     _fields_ = [("parallel", _P), ("threads", _I)]
 
 
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "norm": [_I, _I, _P, _P, _P, _P, _F, _P, _P],
     "norm_again": [_I, _I, _P, _P, _P, _P],
     "norm_backward": [_I, _I, _P, _P, _P, _P, _P, _P, _P],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,8 +97,7 @@ class NativeOps:
             if (s.start, s.length) not in families:
                 units.append((0, 0, len(spans), 1, -1, -1))
                 spans.append((s.start, s.length))
-        tables = (torch.tensor(table, dtype=torch.int32) for table in (spans, units, sums))
-        return _Plan(*tables, slots)
+        return _Plan(_table(spans), _table(units), _table(sums), slots)
 
     def attention(self, qkv_TC: Tensor, heads: Heads, plan: _Plan, out_TC: Tensor, lse_TH: Tensor) -> None:
         inputs = (self._library.amx, CHeads(*heads), qkv_TC, plan.spans, plan.units, len(plan.units))
@@ -121,3 +121,7 @@ class NativeOps:
     def _rows(self, name: str, dtype: torch.dtype, like_TX: Tensor, *arguments: object) -> None:
         """A kernel whose first arguments are rows and columns of `like_TX`."""
         self._library.call(name, dtype, *like_TX.shape, *arguments)
+
+
+def _table(rows: Sequence[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
