@@ -80,7 +80,7 @@ def test_split_rollouts_are_those_of_one_engine(kernels: str, count: int) -> Non
     else:  # plain torch's products round by what is in the batch
         assert [r.response_ids for r in halves] == [r.response_ids for r in whole]
         for a, b in zip(halves, whole, strict=True):
-            torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
     assert [(r.text, r.finish_reason) for r in halves] == [(r.text, r.finish_reason) for r in whole]
     assert target.stats().computed_prompt_tokens == 0
 
