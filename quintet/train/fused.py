@@ -119,7 +119,7 @@ class FusedDecoder:
         like = self._decoder.embed_tokens.weight.detach()[:1]
         cos, sin = self._decoder.rotary_emb(like.float(), row.position_ids_1T)
         ops: Ops = TorchOps(workspace)
-        if self._native is not None and self._native.computes(dtype):
+        if self._native is not None:
             ops = NativeOps(self._native, workspace)
         return _Run(ops, ops.plan(row), cos[0].contiguous(), sin[0].contiguous(), dtype, workspace)
 

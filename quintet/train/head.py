@@ -195,7 +195,7 @@ def _softmax(head: _Head, memory: HeadMemory | None) -> _TorchSoftmax | _NativeS
     """The kernels know neither biases nor soft caps, nor the reproducible engine's order of sums."""
     config = head.config
     plain = head.bias_V is None and config.transform.softcap is None and config.kernels is None
-    if plain and memory is not None and memory.native is not None and memory.native.computes(config.dtype):
+    if plain and memory is not None and memory.native is not None:
         return _NativeSoftmax(head, memory.native)
     return _TorchSoftmax(head)
 

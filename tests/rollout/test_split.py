@@ -60,6 +60,10 @@ def prefill(source: FastEngine, groups: list[Group], params: SamplingParams) -> 
     return [source.take_prefilled(r, sorted(done[r], key=lambda rollout: rollout.sample_index)) for r in requests]
 
 
+def pairs(one: Rollout, other: Rollout) -> Iterator[tuple[float, float]]:
+    return zip(one.logprobs, other.logprobs, strict=True)
+
+
 def split(source: FastEngine, target: FastEngine, groups: list[Group], params: SamplingParams) -> list[Rollout]:
     for group, found in zip(groups, prefill(source, groups, params), strict=True):
         target.add_prefilled(group, params, found)
@@ -77,10 +81,10 @@ def test_split_rollouts_are_those_of_one_engine(kernels: str, count: int) -> Non
     assert {r.finish_reason for r in whole} >= {FinishReason.STOP, FinishReason.LENGTH}
     if kernels == "native":
         assert ids_and_bits(halves) == ids_and_bits(whole)  # to the bit
-    else:  # plain torch's products round by what is in the batch
+    else:  # plain torch's products round by what is in the batch: 2 of 6,993 tokens are 1.5e-5 apart on Zen 4
         assert [r.response_ids for r in halves] == [r.response_ids for r in whole]
-        for a, b in zip(halves, whole, strict=True):
-            torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+        gaps = [abs(a - b) for one, other in zip(halves, whole, strict=True) for a, b in pairs(one, other)]
+        assert sum(gap > 1e-5 for gap in gaps) <= len(gaps) // 1000 and max(gaps) <= 2e-5
     assert [(r.text, r.finish_reason) for r in halves] == [(r.text, r.finish_reason) for r in whole]
     assert target.stats().computed_prompt_tokens == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -55,9 +56,14 @@ def random_samples(seed: int, groups: list[tuple[int, list[int]]], vocab: int = 
 def plain_logprobs(model: PreTrainedModel, sample: TokenSample, temperature: float) -> torch.Tensor:
     """[response length] from one unpadded forward of the model itself, full logits: the reference."""
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float() / temperature
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / temperature
     logp = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1]
     return logp.gather(1, torch.tensor(list(sample.response_ids))[:, None])[:, 0] * torch.tensor(sample.loss_mask)
+
+
+def exact_logprobs(model: PreTrainedModel, sample: TokenSample, temperature: float) -> torch.Tensor:
+    """As `plain_logprobs`, in float64; `model` is left as it is."""
+    return plain_logprobs(copy.deepcopy(model).double(), sample, temperature)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

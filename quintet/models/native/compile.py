@@ -18,16 +18,18 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from quintet.models.smollm2 import cache_dir
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHARED = Path(__file__).parent  # headers that every source may include
-FLAGS = ("-O2", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{SHARED}")
+FLAGS = ("-O2", "-march=native", "-std=c++17", "-pthread", "-fPIC", "-shared")
 BUILD_S = 600.0  # a build takes seconds; on a machine with far more to do than it can, minutes
 
 
@@ -35,8 +37,8 @@ class NativeUnavailable(Exception):
     """Why the kernels cannot run here, in words for the log."""
 
 
-def compiled(name: str, sources: Sequence[Path], folder: Path | None = None) -> Path:
-    """The shared library of `sources[0]`, which includes the others, built if need be.
+def loaded(make: Callable[[Path], T], name: str, sources: Sequence[Path], folder: Path | None = None) -> T:
+    """`make` of the shared library of `sources[0]`, which includes the others; built if need be.
 
     Raises NativeUnavailable with the reason.
     """
@@ -56,13 +58,9 @@ def compiled(name: str, sources: Sequence[Path], folder: Path | None = None) -> 
             if not path.exists():
                 _log.info("compiling kernels for this machine, once (some seconds): %s", path)
                 _build(compiler, sources[0], path)
+        return make(path)
     except OSError as error:
-        raise unusable(folder, error) from error
-    return path
-
-
-def unusable(folder: Path, error: OSError) -> NativeUnavailable:
-    return NativeUnavailable(f"the kernels cannot be kept in or loaded from {folder}: {error}")
+        raise NativeUnavailable(f"the kernels cannot be kept in or loaded from {folder}: {error}") from error
 
 
 def _cpu_flags() -> str:
@@ -82,7 +80,7 @@ def _compiler() -> str:
 
 def _digest(compiler: str, cpu: str, sources: Sequence[Path]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    digest = hashlib.sha256("\0".join([version, cpu, *FLAGS[:-1]]).encode())
+    digest = hashlib.sha256("\0".join([version, cpu, *FLAGS]).encode())
     for source in [*sources, *sorted(SHARED.glob("*.h"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]
@@ -109,7 +107,7 @@ def _build(compiler: str, source: Path, path: Path) -> None:
         target = Path(beside) / path.name
         try:
             done = subprocess.run(
-                [compiler, *FLAGS, str(source), "-o", str(target)],
+                [compiler, *FLAGS, f"-I{SHARED}", str(source), "-o", str(target)],
                 capture_output=True,
                 text=True,
                 timeout=BUILD_S,

@@ -85,7 +85,7 @@ struct Right {
 // Left rows [rows <= BLOCK, lda] times a packed panel into out[rows, ld], PANEL columns of it. `onto`: the product is
 // added to what `out` holds. A block of AMX computes rows beyond the last too: both sides have room for 32.
 template <int N>
-static inline void tile_f32(const float* a, int lda, Right<float> right, float* out, int ld, bool onto) {
+static inline void tile(const float* a, int lda, Right<float> right, float* out, int ld, bool onto) {
     vf acc[N][2] = {};
     if (onto)
         for (int r = 0; r < N; ++r) acc[r][0] = load(out + r * ld), acc[r][1] = load(out + r * ld + VL);
@@ -119,22 +119,9 @@ struct Out {
     bool onto;
 };
 
-// The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
-template <int N>
-static inline void rest_f32(const float* a, int lda, int rows, Right<float> right, Out out) {
-    if (rows == N) return tile_f32<N>(a, lda, right, out.at, out.ld, out.onto);
-    if constexpr (N > 1) rest_f32<N - 1>(a, lda, rows, right, out);
-}
-
-static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, bool, Ahead) {
-    int r = 0;
-    for (; r + TALL <= rows; r += TALL) tile_f32<TALL>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    rest_f32<TALL - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
-}
-
 #ifdef QUINTET_BF16
 template <int N>
-static inline void tile_bf16(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
+static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
     __m512 acc[N][2];
 #pragma GCC unroll 16
     for (int r = 0; r < N; ++r) {
@@ -160,6 +147,27 @@ static inline void tile_bf16(const bf16* a, int lda, Right<bf16> right, float* o
     }
 }
 
+#endif
+
+// The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
+template <int N, class Act>
+static inline void rest(const Act* a, int lda, int rows, Right<Act> right, Out out) {
+    if (rows == N) return tile<N>(a, lda, right, out.at, out.ld, out.onto);
+    if constexpr (N > 1) rest<N - 1>(a, lda, rows, right, out);
+}
+
+template <class Act>
+static inline void by_vectors(const Act* a, int lda, int rows, Right<Act> right, Out out) {
+    int r = 0;
+    for (; r + TALL <= rows; r += TALL) tile<TALL>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    rest<TALL - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
+}
+
+static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, bool, Ahead) {
+    by_vectors(a, lda, rows, right, out);
+}
+
+#ifdef QUINTET_BF16
 #ifdef QUINTET_AMX
 static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right, Out out, Ahead ahead) {
     const bool tall = rows > 16;
@@ -200,19 +208,11 @@ static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right
 }
 #endif
 
-template <int N>
-static inline void rest_bf16(const bf16* a, int lda, int rows, Right<bf16> right, Out out) {
-    if (rows == N) return tile_bf16<N>(a, lda, right, out.at, out.ld, out.onto);
-    if constexpr (N > 1) rest_bf16<N - 1>(a, lda, rows, right, out);
-}
-
 static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Out out, bool amx, Ahead ahead) {
 #ifdef QUINTET_AMX
     if (amx) return block_amx(a, lda, rows, right, out, ahead);
 #endif
-    int r = 0;
-    for (; r + 8 <= rows; r += 8) tile_bf16<8>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    rest_bf16<7>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
+    by_vectors(a, lda, rows, right, out);
 }
 #endif
 
@@ -277,9 +277,7 @@ struct Gate {
         add_bias(bias, rows, p, Out{both, PANEL, false});
         for (int r = 0; r < rows; ++r) {
             vf gate = load(both + r * PANEL), other = load(both + r * PANEL + VL);
-            vf decay = vexp(gate > vf{} ? -gate : gate);  // e^-|gate|: never overflows
-            vf sigmoid = (gate > vf{} ? splat(1.0f) : decay) / (decay + 1.0f);
-            P::put(to + size_t(row + r) * ld + p * VL, gate * sigmoid * other);
+            P::put(to + size_t(row + r) * ld + p * VL, gate * sigmoid(gate) * other);
         }
     }
 };

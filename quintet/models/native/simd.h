@@ -2,6 +2,8 @@
 // processor has is known when this is compiled; only the kernel's permission to use AMX is asked for at run time.
 #pragma once
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
@@ -72,6 +74,11 @@ static inline vf vexp(vf x) {
     return x < splat(-87.0f) ? vf{} : (vf)bits;
 }
 
+static inline vf sigmoid(vf x) {
+    const vf decay = vexp(x > vf{} ? -x : x);  // e^-|x|: never overflows
+    return (x > vf{} ? splat(1.0f) : decay) / (decay + 1.0f);
+}
+
 typedef uint16_t bf16;
 
 static inline float widen(bf16 x) {
@@ -117,6 +124,15 @@ struct BF16 {
     static inline float get(bf16 x) { return widen(x); }
 };
 #endif
+
+// Ask Linux for the use of AMX tiles (ARCH_REQ_XCOMP_PERM of XTILEDATA); 1 if granted.
+static inline int request_amx() {
+#ifdef QUINTET_AMX
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return 0;
+#endif
+}
 
 static inline int up(int n, int to) { return (n + to - 1) / to * to; }
 

@@ -1,6 +1,4 @@
 // What Python calls (ctypes, see library.py). `low`: numbers between matrix products are bf16, else float32.
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "segments.h"
 
@@ -36,14 +34,7 @@ int quintet_low() {
 #endif
 }
 
-// Ask Linux for the use of AMX tiles (ARCH_REQ_XCOMP_PERM of XTILEDATA); 1 if granted.
-int quintet_request_amx() {
-#ifdef QUINTET_AMX
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-#else
-    return 0;
-#endif
-}
+int quintet_request_amx() { return request_amx(); }
 
 int quintet_parts() { return PARTS; }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintet.models.native.compile import NativeUnavailable, compiled, unusable
+from quintet.models.native.compile import NativeUnavailable, loaded
 from quintet.train.config import KernelChoice
 from quintet.types import QuintetError
 
@@ -45,6 +45,9 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 
 
+_LOW = {torch.float32: 0, torch.bfloat16: 1}
+
+
 class Library:
     """`call(name, dtype, ...)` runs `quintet_<name>` on numbers of that dtype; tensors are passed as they are."""
 
@@ -64,7 +67,7 @@ class Library:
     def call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
         team = _Team(self._parallel, torch.get_num_threads())
         plain = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-        self._functions[name](team, dtype == torch.bfloat16, *plain)
+        self._functions[name](team, _LOW[dtype], *plain)
 
 
 def _torch_parallel() -> int | None:
@@ -78,11 +81,7 @@ def _torch_parallel() -> int | None:
 @functools.cache
 def load_library() -> Library:
     """Built if need be, once per process. Raises NativeUnavailable with the reason."""
-    path = compiled("trainer", SOURCES)
-    try:
-        return Library(path)
-    except OSError as error:
-        raise unusable(path.parent, error) from error
+    return loaded(Library, "trainer", SOURCES)
 
 
 def choose_library(choice: KernelChoice, dtype: torch.dtype) -> Library | None:

@@ -120,11 +120,6 @@ static void add(Team team, int64_t n, const float* x, const typename P::Act* oth
     });
 }
 
-static inline vf sigmoid(vf x) {
-    const vf decay = vexp(x > vf{} ? -x : x);  // e^-|x| never overflows
-    return (x > vf{} ? splat(1.0f) : decay) / (decay + 1.0f);
-}
-
 // gate_up [rows, 2 width] -> inner = SiLU(gate) * up [rows, width]
 template <class P>
 static void swiglu(Team team, int rows, int width, const typename P::Act* gate_up, typename P::Act* inner) {

@@ -268,7 +268,7 @@ struct Segments {
             }
     }
 
-    // to [rows, width] = or += left [rows, ld] x the pages of `parts`, tokens along the inner size.
+    // to [rows, width] = or += left [rows, ld] x the pages of `parts`, tokens along the inner size; `parts` is used up.
     void mix(const Act* left, int ld, int rows, std::vector<const Act*>& parts, float* to, bool onto) const {
         for (int d = 0; d < width(); d += PANEL) {
             for (int r = 0; r < rows; r += BLOCK)

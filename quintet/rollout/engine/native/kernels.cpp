@@ -1,8 +1,6 @@
 // What Python calls (ctypes, see library.py). Functions that can fail return 0 or null; nothing here throws.
 #include <chrono>
 #include <exception>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "model.h"
 
@@ -19,14 +17,7 @@ int quintet_level() {
 #endif
 }
 
-// Ask Linux for the use of AMX tiles (ARCH_REQ_XCOMP_PERM of XTILEDATA); 1 if granted.
-int quintet_request_amx() {
-#ifdef QUINTET_AMX
-    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-#else
-    return 0;
-#endif
-}
+int quintet_request_amx() { return request_amx(); }
 
 int quintet_page() { return PAGE; }
 

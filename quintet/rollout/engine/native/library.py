@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quintet.models.native.compile import compiled, unusable
+from quintet.models.native.compile import loaded
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "model.h", "attention.h", "sampler.h"))
 LEVELS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 bf16", 4: "AMX bf16"}
@@ -64,8 +64,4 @@ class Library:
 
 def load_library(folder: Path | None = None) -> Library:
     """Build if need be, then load. Raises NativeUnavailable with the reason."""
-    path = compiled("quintet", SOURCES, folder)
-    try:
-        return Library(path)
-    except OSError as error:
-        raise unusable(path.parent, error) from error
+    return loaded(Library, "quintet", SOURCES, folder)
