@@ -160,7 +160,7 @@ def test_end_ids_lengths_and_stop_strings_end_a_sample(engine: str) -> None:
         weights[token, following] = 50.0
     greedy = SamplingParams(n=1, temperature=0.0, max_tokens=20)
     endless = Group(GroupId("q"), Prompt("q", [5]))
-    with server(engine) as (behind, url):
+    with server(engine, hold=10) as (behind, url):  # a sample that nobody ends stays at ten tokens
         worker = make(engine, url, weights)
 
         async def main() -> list[Rollout]:
@@ -168,10 +168,11 @@ def test_end_ids_lengths_and_stop_strings_end_a_sample(engine: str) -> None:
             for change in ({"max_tokens": 3}, {"stop": ("GF",)}, {"stop_token_ids": (6,)}):
                 changed = SamplingParams(n=1, temperature=0.0, **({"max_tokens": 20} | change))
                 found += await worker.generate([endless], changed, 0)
+                async with asyncio.timeout(60):  # nothing samples on for a client that has enough
+                    await until(lambda: not behind.running)
             return found
 
         by_end, by_length, by_string, by_id = run(worker, main)
-        assert not behind.running  # nothing samples on for a client that has enough
     assert (by_end.response_ids, by_end.finish_reason, by_end.text) == ([8, 9, EOS], FinishReason.STOP, "IJ")
     assert (by_length.response_ids, by_length.finish_reason) == ([6, 5, 6], FinishReason.LENGTH)
     assert (by_string.response_ids, by_string.finish_reason, by_string.text) == ([6, 5], FinishReason.STOP, "")
