@@ -11,6 +11,7 @@ import torch
 
 from quintet.models.decoder.spec import read_spec
 from quintet.models.native.compile import NativeUnavailable
+from quintet.models.native.unit import Unit
 from quintet.rollout.config import RolloutConfig
 from quintet.rollout.engine.build import choose_model
 from quintet.rollout.engine.members import Extra, Prompt, extra_step
@@ -75,15 +76,15 @@ def test_native_is_refused_off_the_cpu():
         choose_model(read_spec(MODEL.config), RolloutConfig(kernels="native"), torch.device("meta"), torch.float32)
 
 
-@pytest.mark.parametrize("amx", [False, True])
-def test_bf16_products_agree_with_float32_on_either_unit(amx):
+@pytest.mark.parametrize("unit", Unit)
+def test_bf16_products_agree_with_float32_on_every_unit(unit):
     library = load_library()
-    if not library.bf16 or (amx and not library.amx):
+    if not library.bf16 or (unit is Unit.TILES and library.unit is not Unit.TILES):
         pytest.skip("not on this processor")
     model, ids = make_model("llama-3-heads-per-kv"), torch.arange(2, 72)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        native = NativeModel(library, read_spec(model.config), dtype, pages=4, threads=2, amx=amx)
+        native = NativeModel(library, read_spec(model.config), dtype, pages=4, threads=2, unit=unit)
         rounded = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
         native.load(rounded)
         found[dtype] = native.logits(_prompt_step(ids.tolist()))

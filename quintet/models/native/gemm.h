@@ -106,6 +106,7 @@ static inline void tile(const float* a, int lda, Right<float> right, float* out,
 }
 
 constexpr int TALL = VL == 16 ? 8 : 4;  // rows of a register tile
+constexpr int TALL_WIDE = 12;           // ... of float32 rows times bf16 columns
 
 // Memory to fetch while a block is computed: `lines` cache lines from `at` on for each 32 inner entries.
 struct Ahead {
@@ -147,24 +148,57 @@ static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, i
     }
 }
 
+// The same from rows that have been widened: a word of the packed side is two numbers of a column, one in each half.
+template <int N>
+static inline void tile(const float* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
+    __m512 acc[N][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+        acc[r][0] = onto ? _mm512_loadu_ps(out + r * ld) : _mm512_setzero_ps();
+        acc[r][1] = onto ? _mm512_loadu_ps(out + r * ld + VL) : _mm512_setzero_ps();
+    }
+    const __m512i second = _mm512_set1_epi32(int(0xffff0000));
+    for (int part = 0; part < right.count; ++part, a += right.depth) {
+        for (int k = 0; k < right.depth; k += 2) {
+            const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+            const __m512i left = _mm512_loadu_si512(b), far = _mm512_loadu_si512(b + 512);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const __m512 b0 = (__m512)(i ? _mm512_and_si512(left, second) : _mm512_slli_epi32(left, 16));
+                const __m512 b1 = (__m512)(i ? _mm512_and_si512(far, second) : _mm512_slli_epi32(far, 16));
+#pragma GCC unroll 16
+                for (int r = 0; r < N; ++r) {
+                    const __m512 x = _mm512_set1_ps(a[r * lda + k + i]);
+                    acc[r][0] = _mm512_fmadd_ps(x, b0, acc[r][0]);
+                    acc[r][1] = _mm512_fmadd_ps(x, b1, acc[r][1]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+        _mm512_storeu_ps(out + r * ld, acc[r][0]);
+        _mm512_storeu_ps(out + r * ld + VL, acc[r][1]);
+    }
+}
 #endif
 
 // The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
-template <int N, class Act>
-static inline void rest(const Act* a, int lda, int rows, Right<Act> right, Out out) {
+template <int N, class Left, class Act>
+static inline void rest(const Left* a, int lda, int rows, Right<Act> right, Out out) {
     if (rows == N) return tile<N>(a, lda, right, out.at, out.ld, out.onto);
     if constexpr (N > 1) rest<N - 1>(a, lda, rows, right, out);
 }
 
-template <class Act>
-static inline void by_vectors(const Act* a, int lda, int rows, Right<Act> right, Out out) {
+template <int N, class Left, class Act>
+static inline void by_vectors(const Left* a, int lda, int rows, Right<Act> right, Out out) {
     int r = 0;
-    for (; r + TALL <= rows; r += TALL) tile<TALL>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    rest<TALL - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
+    for (; r + N <= rows; r += N) tile<N>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
+    rest<N - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
 }
 
-static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, bool, Ahead) {
-    by_vectors(a, lda, rows, right, out);
+static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, Unit, Ahead) {
+    by_vectors<TALL>(a, lda, rows, right, out);
 }
 
 #ifdef QUINTET_BF16
@@ -208,38 +242,71 @@ static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right
 }
 #endif
 
-static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Out out, bool amx, Ahead ahead) {
+static inline void block(const float* a, int lda, int rows, Right<bf16> right, Out out, Unit, Ahead) {
+    by_vectors<TALL_WIDE>(a, lda, rows, right, out);
+}
+
+static inline void widen_row(const bf16* from, int n, float* to) {  // n: a multiple of 32, as every inner size is
+    for (int i = 0; i < n; i += VL)
+        store(to + i, (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + i))), 16));
+}
+
+static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Out out, Unit unit, Ahead ahead) {
 #ifdef QUINTET_AMX
-    if (amx) return block_amx(a, lda, rows, right, out, ahead);
+    if (unit == TILES) return block_amx(a, lda, rows, right, out, ahead);
 #endif
-    by_vectors(a, lda, rows, right, out);
+    if (unit != WIDE) return by_vectors<TALL>(a, lda, rows, right, out);
+    static thread_local std::vector<float> wide;
+    const int depth = right.count * right.depth;
+    if (wide.size() < size_t(BLOCK) * depth) wide.resize(size_t(BLOCK) * depth);
+    for (int r = 0; r < rows; ++r) widen_row(a + size_t(r) * lda, depth, &wide[size_t(r) * depth]);
+    block(wide.data(), depth, rows, right, out, unit, ahead);
 }
 #endif
 
 // Tasks are runs of panels, so that the next panel can be fetched
 // while one is computed: a panel comes from memory once and its computing time is of the order of that transfer.
-template <class P, class Finish>
-static void product(Pool& pool, const typename P::Act* a, int lda, int rows, const Matrix<P>& w, bool amx,
-                    Finish finish) {
+template <class P, class Left, class Finish>
+static void by_panels(Pool& pool, const Left* a, int lda, int rows, const Matrix<P>& w, Unit unit, Finish finish) {
     const int chunks = (rows + ROWS - 1) / ROWS, run = std::max(1, std::min(8, w.panels / 16));
     const int runs = (w.panels + run - 1) / run, steps = std::max(1, w.depth / 32);
     pool.run(chunks * runs, [&](int task, int) {
 #ifdef QUINTET_AMX
-        if (amx) tiles_for(16);
+        if (unit == TILES) tiles_for(16);
 #endif
         const int first = task / runs * ROWS, last = std::min(rows, first + ROWS);
         const int begin = task % runs * run, end = std::min(w.panels, begin + run);
-        const int lines = w.depth * PANEL * int(sizeof(*a)) / 64, blocks = (last - first + BLOCK - 1) / BLOCK;
+        const int lines = w.depth * PANEL * int(sizeof(typename P::Act)) / 64, blocks = (last - first + BLOCK - 1) / BLOCK;
         for (int p = begin; p < end; ++p) {
             const typename P::Act* panel = w.panel(p);
             const char* next = reinterpret_cast<const char*>(w.panel(p + 1));
             const int each = p + 1 < end ? (lines + blocks * steps - 1) / (blocks * steps) : 0;
             for (int r = first; r < last; r += BLOCK, next += size_t(each) * steps * 64)
                 finish.template run<P>(r, std::min(BLOCK, last - r), p, [&](int count, Out out) {
-                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, amx, {next, each});
+                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, unit, {next, each});
                 });
         }
     });
+}
+
+// What a model multiplies with; the memory is for rows that are widened.
+struct Multiplier {
+    Unit unit;
+    Buffer<float> wide;
+};
+
+template <class P, class Finish>
+static void product(Pool& pool, const typename P::Act* a, int lda, int rows, const Matrix<P>& w, Multiplier& by,
+                    Finish finish) {
+#ifdef QUINTET_BF16
+    if constexpr (P::PAIRED)
+        if (by.unit == WIDE) {
+            by.wide.reserve(size_t(rows) * w.depth);
+            pool.run_many(rows, [&](int r, int) { widen_row(a + size_t(r) * lda, w.depth, &by.wide[size_t(r) * w.depth]); });
+            return by_panels<P>(pool, by.wide.data(), w.depth, rows, w, WIDE, finish);
+        }
+#endif
+    by_panels<P>(pool, a, lda, rows, w, by.unit, finish);
 }
 
 static inline void add_bias(const std::vector<float>& bias, int rows, int p, Out out) {

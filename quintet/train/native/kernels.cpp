@@ -34,7 +34,7 @@ int quintet_low() {
 #endif
 }
 
-int quintet_request_amx() { return request_amx(); }
+int quintet_unit() { return fastest_unit(); }
 
 int quintet_parts() { return PARTS; }
 
@@ -83,16 +83,16 @@ void quintet_head_gradient(Team team, int low, int rows, int vocabulary, void* l
                                  grad_entropy))
 }
 
-void quintet_attention(Team team, int low, int amx, Heads heads, const void* qkv, const Span* spans,
-                       const Unit* units, int n_units, void* out, float* lse) {
-    EITHER(low, (Segments<P>{heads, bool(amx), IN(qkv), spans, OUT(out), lse}).forward(team, units, n_units))
+void quintet_attention(Team team, int low, int unit, Heads heads, const void* qkv, const Span* spans,
+                       const Piece* pieces, int n_pieces, void* out, float* lse) {
+    EITHER(low, (Segments<P>{heads, Unit(unit), IN(qkv), spans, OUT(out), lse}).forward(team, pieces, n_pieces))
 }
 
-void quintet_attention_backward(Team team, int low, int amx, Heads heads, const void* qkv, const Span* spans,
-                                const Unit* units, int n_units, const Sum* prompts, int n_prompts, const void* out,
+void quintet_attention_backward(Team team, int low, int unit, Heads heads, const void* qkv, const Span* spans,
+                                const Piece* pieces, int n_pieces, const Sum* prompts, int n_prompts, const void* out,
                                 const float* lse, const void* grad_out, void* grad_qkv, float* sums) {
-    EITHER(low, (Segments<P>{heads, bool(amx), IN(qkv), spans, const_cast<Act*>(IN(out)), const_cast<float*>(lse),
+    EITHER(low, (Segments<P>{heads, Unit(unit), IN(qkv), spans, const_cast<Act*>(IN(out)), const_cast<float*>(lse),
                              IN(grad_out), OUT(grad_qkv), sums})
-                    .backward(team, units, n_units, prompts, n_prompts))
+                    .backward(team, pieces, n_pieces, prompts, n_prompts))
 }
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quintet.models.native.compile import NativeUnavailable, loaded
+from quintet.models.native.unit import Unit
 from quintet.train.config import KernelChoice
 from quintet.types import QuintetError
 
@@ -58,7 +59,7 @@ class Library:
             function.restype, function.argtypes = None, [_Team, _I, *_SIGNATURES[name]]
         self._parallel = _torch_parallel()
         self._low = bool(c.quintet_low())
-        self.amx = bool(c.quintet_request_amx())
+        self.unit = Unit(c.quintet_unit())
         self.parts = int(c.quintet_parts())
 
     def computes(self, dtype: torch.dtype) -> bool:

@@ -15,15 +15,15 @@ from quintet.train.native.library import CHeads, Library
 from quintet.train.packing import PackedRow, Segment
 from quintet.train.workspace import Workspace
 
-_UNIT_SEGMENTS = 4  # of a shared prompt that one thread takes at a time: its keys are packed anew for each unit
+_PIECE_SEGMENTS = 4  # of a shared prompt that one thread takes at a time: its keys are packed anew for each piece
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """int32 tables, as the structures of segments.h: Span, Unit and Sum; `slots` rows of sums."""
+    """int32 tables, as the structures of segments.h: Span, Piece and Sum; `slots` rows of sums."""
 
     spans: Tensor
-    units: Tensor
+    pieces: Tensor
     prompts: Tensor
     slots: int
 
@@ -74,33 +74,33 @@ class NativeOps:
         self._rows("rotate", x_TC.dtype, x_TC, heads, cos_TD.shape[1], x_TC, cos_TD, sin_TD, sign)
 
     def plan(self, row: PackedRow) -> _Plan:
-        """A prompt and its samples become units of a few segments each; what a prompt's keys and values get from its
-        units, and from the prompt itself, goes to rows of sums of their own."""
+        """A prompt and its samples become pieces of a few segments each; what a prompt's keys and values get from its
+        pieces, and from the prompt itself, goes to rows of sums of their own."""
         families: dict[tuple[int, int], list[Segment]] = defaultdict(list)
         for segment in row.segments:
             families[segment.prefix_start, segment.prefix_length].append(segment)
-        spans, units, sums, slots = list[tuple[int, int]](), list[tuple[int, ...]](), list[tuple[int, ...]](), 0
+        spans, pieces, sums, slots = list[tuple[int, int]](), list[tuple[int, ...]](), list[tuple[int, ...]](), 0
         for (start, length), members in families.items():
             if not length:
                 continue
             first_slot = slots
-            for i in range(0, len(members), _UNIT_SEGMENTS):
-                part = members[i : i + _UNIT_SEGMENTS]
-                units.append((start, length, len(spans), len(part), slots, -1))
+            for i in range(0, len(members), _PIECE_SEGMENTS):
+                part = members[i : i + _PIECE_SEGMENTS]
+                pieces.append((start, length, len(spans), len(part), slots, -1))
                 spans += [(s.start, s.length) for s in part]
                 slots += length
-            units.append((0, 0, len(spans), 1, -1, slots))
+            pieces.append((0, 0, len(spans), 1, -1, slots))
             spans.append((start, length))
             slots += length
             sums.append((start, length, first_slot, (slots - first_slot) // length))
         for s in families.get((0, 0), []):
             if (s.start, s.length) not in families:
-                units.append((0, 0, len(spans), 1, -1, -1))
+                pieces.append((0, 0, len(spans), 1, -1, -1))
                 spans.append((s.start, s.length))
-        return _Plan(_table(spans), _table(units), _table(sums), slots)
+        return _Plan(_table(spans), _table(pieces), _table(sums), slots)
 
     def attention(self, qkv_TC: Tensor, heads: Heads, plan: _Plan, out_TC: Tensor, lse_TH: Tensor) -> None:
-        inputs = (self._library.amx, CHeads(*heads), qkv_TC, plan.spans, plan.units, len(plan.units))
+        inputs = (self._library.unit, CHeads(*heads), qkv_TC, plan.spans, plan.pieces, len(plan.pieces))
         self._library.call("attention", qkv_TC.dtype, *inputs, out_TC, lse_TH)
 
     def attention_backward(
@@ -114,8 +114,8 @@ class NativeOps:
         to_TC: Tensor,
     ) -> None:
         sums = self._workspace.scratch("sums", (plan.slots, 2 * heads.keys * heads.size), torch.float32)
-        tables = (plan.spans, plan.units, len(plan.units), plan.prompts, len(plan.prompts))
-        inputs = (self._library.amx, CHeads(*heads), qkv_TC, *tables, out_TC, lse_TH, grad_TC)
+        tables = (plan.spans, plan.pieces, len(plan.pieces), plan.prompts, len(plan.prompts))
+        inputs = (self._library.unit, CHeads(*heads), qkv_TC, *tables, out_TC, lse_TH, grad_TC)
         self._library.call("attention_backward", qkv_TC.dtype, *inputs, to_TC, sums)
 
     def _rows(self, name: str, dtype: torch.dtype, like_TX: Tensor, *arguments: object) -> None:

@@ -1,6 +1,6 @@
 // Causal attention of packed samples, forward and backward. Every segment attends to itself causally and to the whole
-// of its prefix (a prompt that its samples share, or nothing). A unit is some segments with one prefix, a task one key
-// head of a unit: its keys and values are packed once and serve all query heads and segments.
+// of its prefix (a prompt that its samples share, or nothing). A piece is some segments with one prefix, a task one key
+// head of a piece: its keys and values are packed once and serve all query heads and segments.
 //
 // All products are blocks of gemm.h. Keys and values lie in pages of 32 tokens, packed with the tokens as columns (for
 // scores) or along the inner size (for mixing). With P = softmax(S) and dS = P (dP - rowsum(dO O)) the backward pass is
@@ -24,7 +24,7 @@ struct Heads {
 
 // Segments [first, first + count) of which each sees rows [prefix, prefix + length). Slots: first rows of the float32
 // sums that take the gradients of the prefix, and of the segments' own keys and values; -1: straight to the gradient.
-struct Unit {
+struct Piece {
     int32_t prefix, length, first, count, prefix_slot, own_slot;
 };
 
@@ -188,7 +188,7 @@ template <class P>
 struct Segments {
     typedef typename P::Act Act;
     Heads heads;
-    bool amx;
+    Unit unit;
     const Act* qkv;  // [tokens, (queries + 2 keys) size]
     const Span* spans;
     Act* out;    // [tokens, queries size]
@@ -203,12 +203,12 @@ struct Segments {
     const Act* key(int row, int head) const { return query(row, heads.queries + head); }
     const Act* value(int row, int head) const { return query(row, heads.queries + heads.keys + head); }
 
-    void forward(Team team, const Unit* units, int n) const {
-        team.run(n * heads.keys, [&](int task) { forward_task(units[task / heads.keys], task % heads.keys, work()); });
+    void forward(Team team, const Piece* pieces, int n) const {
+        team.run(n * heads.keys, [&](int task) { forward_task(pieces[task / heads.keys], task % heads.keys, work()); });
     }
 
-    void backward(Team team, const Unit* units, int n, const Sum* prompts, int n_prompts) const {
-        team.run(n * heads.keys, [&](int task) { backward_task(units[task / heads.keys], task % heads.keys, work()); });
+    void backward(Team team, const Piece* pieces, int n, const Sum* prompts, int n_prompts) const {
+        team.run(n * heads.keys, [&](int task) { backward_task(pieces[task / heads.keys], task % heads.keys, work()); });
         team.run(n_prompts, [&](int i) { add_up(prompts[i]); });
     }
 
@@ -216,15 +216,15 @@ struct Segments {
     Work<P>& work() const {
         static thread_local Work<P> own;
 #ifdef QUINTET_AMX
-        if (P::PAIRED && amx) tiles_for(16);
+        if (P::PAIRED && unit == TILES) tiles_for(16);
 #endif
         return own;
     }
 
-    void forward_task(const Unit& unit, int head, Work<P>& w) const {
-        pack(w.prefix_keys, w.prefix_values, unit.prefix, unit.length, head);
-        for (int s = 0; s < unit.count; ++s) {
-            const Span span = spans[unit.first + s];
+    void forward_task(const Piece& piece, int head, Work<P>& w) const {
+        pack(w.prefix_keys, w.prefix_values, piece.prefix, piece.length, head);
+        for (int s = 0; s < piece.count; ++s) {
+            const Span span = spans[piece.first + s];
             pack(w.own_keys, w.own_values, span.start, span.length, head);
             each_block(span, head, [&](int h, int first, int rows) { forward_block(span, h, first, rows, w); });
         }
@@ -264,7 +264,7 @@ struct Segments {
                 const Act* panel = pages.page(p) + size_t(c) * width();
                 for (int r = 0; r < rows; r += BLOCK)
                     block(left + size_t(r) * width(), width(), std::min(BLOCK, rows - r), {&panel, 1, width()},
-                          {to + size_t(r) * ld + size_t(p - begin) * TOKENS + c, ld, false}, amx, {});
+                          {to + size_t(r) * ld + size_t(p - begin) * TOKENS + c, ld, false}, unit, {});
             }
     }
 
@@ -273,7 +273,7 @@ struct Segments {
         for (int d = 0; d < width(); d += PANEL) {
             for (int r = 0; r < rows; r += BLOCK)
                 block(left + size_t(r) * ld, ld, std::min(BLOCK, rows - r), {parts.data(), int(parts.size()), TOKENS},
-                      {to + size_t(r) * width() + d, width(), onto}, amx, {});
+                      {to + size_t(r) * width() + d, width(), onto}, unit, {});
             for (const Act*& part : parts) part += size_t(PANEL) * TOKENS;
         }
     }
@@ -315,22 +315,22 @@ struct Segments {
         }
     }
 
-    void backward_task(const Unit& unit, int head, Work<P>& w) const {
-        pack_all(w.prefix_keys, w.prefix_values, w.prefix_mixed, unit.prefix, unit.length, head);
+    void backward_task(const Piece& piece, int head, Work<P>& w) const {
+        pack_all(w.prefix_keys, w.prefix_values, w.prefix_mixed, piece.prefix, piece.length, head);
         float* dk = zeros(w.prefix_dk, w.prefix_keys), *dv = zeros(w.prefix_dv, w.prefix_keys);
-        for (int s = 0; s < unit.count; ++s) {
-            const Span span = spans[unit.first + s];
+        for (int s = 0; s < piece.count; ++s) {
+            const Span span = spans[piece.first + s];
             pack_all(w.own_keys, w.own_values, w.own_mixed, span.start, span.length, head);
             float* own_dk = zeros(w.own_dk, w.own_keys), *own_dv = zeros(w.own_dv, w.own_keys);
             each_block(span, head, [&](int h, int first, int rows) {
                 backward_block(span, h, first, rows, w, dk, dv, own_dk, own_dv);
             });
-            if (unit.own_slot < 0)
+            if (piece.own_slot < 0)
                 write_own(span, head, own_dk, own_dv, w.own_keys.n * TOKENS);
             else
-                write_slot(unit.own_slot, span.length, head, own_dk, own_dv, w.own_keys.n * TOKENS);
+                write_slot(piece.own_slot, span.length, head, own_dk, own_dv, w.own_keys.n * TOKENS);
         }
-        if (unit.length) write_slot(unit.prefix_slot, unit.length, head, dk, dv, w.prefix_keys.n * TOKENS);
+        if (piece.length) write_slot(piece.prefix_slot, piece.length, head, dk, dv, w.prefix_keys.n * TOKENS);
     }
 
     // Keys as columns and along the inner size, values as columns.
@@ -438,7 +438,7 @@ struct Segments {
     // to [width, ld] += left [width, deep] x one panel.
     void onto(const Act* left, int deep, const Act* panel, float* to, int ld) const {
         for (int d = 0; d < width(); d += BLOCK)
-            block(left + size_t(d) * deep, deep, BLOCK, {&panel, 1, deep}, {to + size_t(d) * ld, ld, true}, amx, {});
+            block(left + size_t(d) * deep, deep, BLOCK, {&panel, 1, deep}, {to + size_t(d) * ld, ld, true}, unit, {});
     }
 
     // Gradients [width, ld] of keys and values into their rows.

@@ -56,11 +56,11 @@ struct Attention {
     typedef typename P::Act Act;
     int width;        // head size padded to a multiple of 32
     int kv_heads;
-    bool amx;
+    Unit unit;
 
     size_t page_size() const { return size_t(2) * PAGE * width; }  // of one KV head
     int lines() const { return int(page_size() * sizeof(Act) / 64); }
-    bool few(int rows) const { return P::PAIRED && amx && rows <= 16; }  // take the tile products for few rows
+    bool few(int rows) const { return P::PAIRED && unit == TILES && rows <= 16; }  // take the tile products for few rows
     const Act* keys(const Act* layer, int page, int head) const {
         return layer + (size_t(page) * kv_heads + head) * page_size();
     }
@@ -165,7 +165,7 @@ struct Attention {
             if (row == 0) s.ahead(lines() / 3);
             for (int c = 0; c < PAGE; c += PANEL) {
                 const Act* panel = at[i] + size_t(c) * width;
-                block(q, width, rows, {&panel, 1, width}, {s.score + row * COLUMNS + i * PAGE + c, COLUMNS, false}, amx, {});
+                block(q, width, rows, {&panel, 1, width}, {s.score + row * COLUMNS + i * PAGE + c, COLUMNS, false}, unit, {});
             }
         }
     }
@@ -220,7 +220,7 @@ struct Attention {
         for (int d = 0; d < width; d += PANEL) {
             const Act* parts[SPAN];
             for (int i = 0; i < n; ++i) parts[i] = at[i] + size_t(PAGE) * width + size_t(d) * PAGE;
-            block(chance, COLUMNS, rows, {parts, n, PAGE}, {s.mixed.data() + d, width, false}, amx, {});
+            block(chance, COLUMNS, rows, {parts, n, PAGE}, {s.mixed.data() + d, width, false}, unit, {});
         }
     }
 

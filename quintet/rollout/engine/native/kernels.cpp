@@ -6,18 +6,16 @@
 
 extern "C" {
 
-// What this file was compiled for: 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16, 4 AMX with bf16.
+// What this file was compiled for: 1 AVX2, 2 AVX-512, 3 AVX-512 with bf16.
 int quintet_level() {
-#if defined(QUINTET_AMX)
-    return 4;
-#elif defined(QUINTET_BF16)
+#if defined(QUINTET_BF16)
     return 3;
 #else
     return VL == 16 ? 2 : 1;
 #endif
 }
 
-int quintet_request_amx() { return request_amx(); }
+int quintet_unit() { return fastest_unit(); }
 
 int quintet_page() { return PAGE; }
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from quintet.models.native.compile import loaded
+from quintet.models.native.unit import Unit
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "model.h", "attention.h", "sampler.h"))
-LEVELS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512 bf16", 4: "AMX bf16"}
+FLOAT32_UNITS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512"}
 
 
 class Library:
@@ -35,18 +36,17 @@ class Library:
         self.c.quintet_read.restype = ctypes.c_double
         self.c.quintet_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self.level = int(self.c.quintet_level())
-        self.amx = bool(self.c.quintet_request_amx())
+        self.unit = Unit(self.c.quintet_unit())
         self.page = int(self.c.quintet_page())
 
     @property
     def bf16(self) -> bool:
         return self.level >= 3
 
-    def path_name(self, bf16: bool) -> str:
-        """The instructions that matrix products run on, in words."""
-        if not bf16:
-            return LEVELS[min(self.level, 2)]
-        return LEVELS[4 if self.amx else 3]
+    @property
+    def float32_unit(self) -> str:
+        """The instructions that float32 products run on."""
+        return FLOAT32_UNITS[self.level]
 
     def sample(self, logits: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One token per row of float32 logits [rows, vocabulary], as in a step: int32 ids, float32 log-probabilities.

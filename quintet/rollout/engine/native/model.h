@@ -7,7 +7,7 @@
 
 struct Spec {
     int32_t vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim, threads;
-    int32_t qkv_bias, output_bias, mlp_bias, qk_norm, amx;
+    int32_t qkv_bias, output_bias, mlp_bias, qk_norm, unit;
     float norm_eps;
     int64_t pages;
 };
@@ -60,7 +60,7 @@ class Model : public Decoder {
     };
 
     const Spec spec;
-    const bool amx;
+    Multiplier by;
     Attention<P> attention;
     std::vector<Layer> layers;
     Matrix<P> head;
@@ -81,9 +81,9 @@ class Model : public Decoder {
 
   public:
     explicit Model(const Spec& s)
-        : spec(s), amx(s.amx && P::PAIRED), layers(s.layers), scratch(s.threads), samplers(s.threads), pool(s.threads) {
+        : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads), pool(s.threads) {
         const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
-        attention = {up(spec.head_dim, 32), spec.kv_heads, amx};
+        attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit};
         width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
         width_fused = up(inner + 2 * kv, PANEL), width_q = up(inner, P::DEPTH);
         width_hidden = up(spec.intermediate, std::max(VL, P::DEPTH)), width_logits = up(spec.vocabulary, PANEL);
@@ -180,15 +180,15 @@ class Model : public Decoder {
         reserve(rows);
         logits.reserve(size_t(std::min(rows, LOGIT_ROWS) + BLOCK) * width_logits);
         for (Layer& l : layers) {
-            product(pool, normed.data(), width_in, rows, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
-            product(pool, mixed.data(), width_q, rows, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
-            product(pool, normed.data(), width_in, rows, l.gate_up, amx,
+            product(pool, normed.data(), width_in, rows, l.qkv, by, Into{fused.data(), width_fused, false, l.qkv.bias});
+            product(pool, mixed.data(), width_q, rows, l.output, by, Into{residual.data(), width_x, true, l.output.bias});
+            product(pool, normed.data(), width_in, rows, l.gate_up, by,
                     Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
-            product(pool, hidden.data(), width_hidden, rows, l.down, amx,
+            product(pool, hidden.data(), width_hidden, rows, l.down, by,
                     Into{residual.data(), width_x, true, l.down.bias});
         }
         for (int first = 0; first < rows; first += LOGIT_ROWS)
-            product(pool, normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, amx,
+            product(pool, normed.data(), width_in, std::min(LOGIT_ROWS, rows - first), head, by,
                     Into{logits.data(), width_logits, false, head.bias});
     }
 
@@ -273,14 +273,14 @@ class Model : public Decoder {
     void run_layer(const Step& step, Layer& l, Act* pages) {
         const int n = step.tokens;
         normalise(n, l.input_norm);
-        product(pool, normed.data(), width_in, n, l.qkv, amx, Into{fused.data(), width_fused, false, l.qkv.bias});
+        product(pool, normed.data(), width_in, n, l.qkv, by, Into{fused.data(), width_fused, false, l.qkv.bias});
         rotate_runs(step, l, pages);
         attend(step, l, pages);
-        product(pool, mixed.data(), width_q, n, l.output, amx, Into{residual.data(), width_x, true, l.output.bias});
+        product(pool, mixed.data(), width_q, n, l.output, by, Into{residual.data(), width_x, true, l.output.bias});
         normalise(n, l.mlp_norm);
-        product(pool, normed.data(), width_in, n, l.gate_up, amx,
+        product(pool, normed.data(), width_in, n, l.gate_up, by,
                 Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
-        product(pool, hidden.data(), width_hidden, n, l.down, amx, Into{residual.data(), width_x, true, l.down.bias});
+        product(pool, hidden.data(), width_hidden, n, l.down, by, Into{residual.data(), width_x, true, l.down.bias});
     }
 
     // RMS normalisation in float32 (arXiv 1910.07467).
@@ -379,7 +379,7 @@ class Model : public Decoder {
         const int group = query_group(), d = spec.head_dim, begin = step.shared_start[task.group];
         const int shared = step.shared_start[task.group + 1] - begin;
 #ifdef QUINTET_AMX
-        if (amx) tiles_for(16);
+        if (by.unit == TILES) tiles_for(16);
 #endif
         const int rows = (task.last - task.first) * group;
         s.fetch = attention.fetch(pages, task.head, step.shared_ids + begin, shared);
@@ -422,7 +422,7 @@ class Model : public Decoder {
         const Pages own{step.own_table + step.member_row[m] * step.own_stride, nullptr, up(visible, PAGE) / PAGE,
                         visible};
 #ifdef QUINTET_AMX
-        if (amx) tiles_for(std::min(rows, 16));
+        if (by.unit == TILES) tiles_for(std::min(rows, 16));
 #endif
         attention.add(s, pages, task.head, query(step, task.head, first, 0), (first - task.first) * group, rows, own,
                       last - first > 1 ? s.seen : nullptr);
@@ -434,7 +434,7 @@ class Model : public Decoder {
             const size_t token = step.logit_token[first + r];
             normalise_row(&residual[token * width_x], norm, &normed[size_t(r) * width_in]);
         });
-        product(pool, normed.data(), width_in, rows, head, amx, Into{logits.data(), width_logits, false, head.bias});
+        product(pool, normed.data(), width_in, rows, head, by, Into{logits.data(), width_logits, false, head.bias});
         pool.run(step.samplers, [&](int i, int worker) {
             const int row = step.sampler_logit[i] - first;
             if (row >= 0 && row < rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quintet.models.decoder.forward import RopeTable
 from quintet.models.decoder.spec import ModelSpec, tensor_shapes, tied_names
+from quintet.models.native.unit import Unit
 from quintet.rollout.engine.loading import check_weights
 from quintet.rollout.engine.native.library import Library
 from quintet.rollout.engine.step import PAGE, Step
@@ -33,7 +34,7 @@ _PARTS = {
     "down_proj": 13,
 }
 _SIZES = ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "threads")
-_SWITCHES = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "amx")
+_SWITCHES = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "unit")
 _COUNTS = ("tokens", "members", "groups", "logits", "samplers")
 _MEMBERS = ("ids", "member_start", "member_count", "member_position", "member_row", "own_before", "member_writes")
 _GROUPS = ("group_start", "shared_start", "shared_ids", "shared_counts")
@@ -59,20 +60,28 @@ class _Step(ctypes.Structure):
 
 class NativeModel:
     """`StepModel` over the kernels. `pages` KV pages may be used; memory is taken as they are first touched.
+    `unit`: what bf16 products run on; None: the fastest here.
 
     Raises MemoryError when the address space does not hold them.
     """
 
     def __init__(
-        self, library: Library, spec: ModelSpec, dtype: torch.dtype, *, pages: int, threads: int, amx: bool = True
+        self,
+        library: Library,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        *,
+        pages: int,
+        threads: int,
+        unit: Unit | None = None,
     ) -> None:
         bf16 = dtype == torch.bfloat16
         assert library.page == PAGE
         self.dtype = dtype
         self._library, self._spec = library, spec
-        self._amx = bf16 and amx and library.amx
+        unit = library.unit if unit is None else unit
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, torch.device("cpu"), torch.float32)
-        self.path = f"native, {library.path_name(bf16) if self._amx or not bf16 else 'AVX-512 bf16'}, {threads} threads"
+        self.path = f"native, {unit if bf16 else library.float32_unit}, {threads} threads"
         c_spec = _Spec(
             vocabulary=spec.vocab_size,
             hidden=spec.hidden_size,
@@ -86,7 +95,7 @@ class NativeModel:
             output_bias=spec.output_bias,
             mlp_bias=spec.mlp_bias,
             qk_norm=spec.qk_norm,
-            amx=self._amx,
+            unit=unit,
             norm_eps=spec.norm_eps,
             pages=pages + 1,
         )
