@@ -7,16 +7,15 @@ that fills it), so activations, gradients and low-precision weights lie in slabs
 from __future__ import annotations
 
 import math
-import mmap
-import sys
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from quintet.models.memory import huge_pages
+
 _SLAB_BYTES = 64 << 20
-_HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
 
 
@@ -36,7 +35,7 @@ class Workspace:
         while self._slab < len(self._slabs) and self._offset + n_bytes > len(self._slabs[self._slab]):
             self._slab, self._offset = self._slab + 1, 0
         if self._slab == len(self._slabs):
-            self._slabs.append(_huge_pages(max(_SLAB_BYTES, n_bytes)))
+            self._slabs.append(huge_pages(max(_SLAB_BYTES, n_bytes)))
         taken = self._slabs[self._slab][self._offset : self._offset + n_bytes]
         self._offset += -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken.view(dtype).view(*shape)
@@ -45,7 +44,7 @@ class Workspace:
         """One tensor per name, the same memory at every call: valid until the name is asked for again."""
         n_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._scratch or len(self._scratch[name]) < n_bytes:
-            self._scratch[name] = _huge_pages(n_bytes)
+            self._scratch[name] = huge_pages(n_bytes)
         return self._scratch[name][:n_bytes].view(dtype).view(*shape)
 
     def rewind(self) -> None:
@@ -101,12 +100,3 @@ class Gradients:
         if kept is None:
             kept = self._kept[id(parameter)] = self._workspace.empty(parameter.shape, parameter.dtype)
         return kept
-
-
-def _huge_pages(n_bytes: int) -> Tensor:
-    """At least `n_bytes` of memory as uint8."""
-    n_bytes = max(1, -(-n_bytes // _HUGE_PAGE)) * _HUGE_PAGE
-    memory = mmap.mmap(-1, n_bytes)
-    if sys.platform == "linux":
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

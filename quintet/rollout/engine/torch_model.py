@@ -1,13 +1,15 @@
 """A model in plain torch, on any device: what serves where the C++ kernels cannot.
 
 Same distribution and, in float32, the same greedy ids as the kernels. Attention is batched products of three kinds,
-merged by the logarithms of their sums of exp(score) (arXiv 1805.02867): over the shared pages of a group (gathered once
-for all its samples), over a decoding sample's own pages (a product per page, where it lies in the cache), and over the
-own pages of what has several new tokens (gathered). Weights are packed by oneDNN where torch has it for the processor.
+merged by their largest scores (arXiv 1805.02867): over the shared pages of a group (gathered once for all its samples),
+over a decoding sample's own pages (a product per page, where it lies in the cache; `embedding_bag` adds up what comes
+of them in one pass), and over the own pages of what has several new tokens (gathered).
+Weights are packed by oneDNN where torch has it for the processor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from quintet.models.decoder.forward import RopeTable, rms_norm
 from quintet.models.decoder.spec import ModelSpec
+from quintet.models.memory import huge_pages
 from quintet.rollout.engine.products import Layer, PackedWeights
 from quintet.rollout.engine.sampling import SamplingRows, sample
 from quintet.rollout.engine.step import PAGE, Step
@@ -25,73 +28,93 @@ from quintet.rollout.engine.step import PAGE, Step
 _FIRST_PAGES = 64
 _DENSE = 2  # own pages are used where they lie while at most this times as many lie between them
 _MAX_SCORES = 2**24  # attention scores held at once
+_FEW_SCORES = 2**20  # where there are no more, padding costs less than a product more
+_LEAST = -80.0  # scores below the largest are raised to this: exp of less is slow, and adds nothing
 
 
 @dataclass(frozen=True)
 class Part:
     """N lists of P pages of similar length, each seen by C tokens (short lists of tokens repeat their last)."""
 
-    tokens: Tensor  # [N * C] places in the step
+    tokens: Tensor | None  # [N * C] places in the step; None: all of the step's, in order
     kept: Tensor | None  # entries of `tokens` that are real; None: all
     rows: Tensor  # [kv_heads * N * P] rows of the cache, PAGE keys of one head each
     bias: Tensor  # [N, C or 1, 1, P * PAGE], 0 where a key is seen, else -inf
 
 
 @dataclass(frozen=True)
-class Lot:
-    """N tokens that see up to W pages each."""
-
-    tokens: Tensor | None  # [N]; None: all of the step's, in order
-    table: Tensor  # [N * W] among the pages of the `OwnPages`
-    bias: Tensor  # [N, W, 1], 0 where there is a page, else -inf
-
-
-@dataclass(frozen=True)
 class OwnPages:
-    """P pages of the cache, each seen by one token; of no meaning for those that are in no lot's table."""
+    """P pages of the cache, each seen by one of N tokens; of no meaning for those that `table` does not name."""
 
     places: slice | Tensor
     owner: Tensor  # [P] tokens
     bias: Tensor  # [P, 1, 1, PAGE], 0 where a key is seen, else -inf
-    lots: list[Lot]
+    tokens: Tensor | None  # [N]; None: all of the step's, in order
+    rank: Tensor  # [P] owners among `tokens`
+    table: Tensor  # pages, those of a token side by side
+    starts: Tensor  # [N] where each token's begin in `table`
+    padded: Tensor  # [N * W] as `table`, the last of each token repeated
 
 
-@dataclass
 class Mixed:
-    """What the step's T tokens found in one kind of pages, H heads each; nothing at all: `log_mass` -inf."""
+    """What the step's T tokens have found so far, H heads each: their largest scores [T, H], the sums over keys of
+    exp(score - largest) [T, H], and those sums with the keys' values [T, H, head_dim]."""
 
-    values: Tensor  # [T, H, head_dim], weighted mean
-    log_mass: Tensor  # [T, H], log of the sum of exp(score)
+    def __init__(self, tokens: int, spec: ModelSpec, device: torch.device) -> None:
+        self._shape, self._device = (tokens, spec.heads, spec.head_dim), device
+        self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
-    @classmethod
-    def nothing(cls, tokens: int, spec: ModelSpec, like: Tensor) -> Mixed:
-        values = like.new_zeros(tokens, spec.heads, spec.head_dim)
-        return cls(values, torch.full(values.shape[:2], -torch.inf, device=like.device))
+    def peak(self, tokens: Tensor | None) -> Tensor | None:
+        """-inf: nothing was found; None: by no token."""
+        if self._found is None or tokens is None:
+            return None if self._found is None else self._found[0]
+        return self._found[0].index_select(0, tokens)
 
-    def put(self, tokens: Tensor | None, values: Tensor, log_mass: Tensor) -> None:
+    def add(self, tokens: Tensor | None, peak: Tensor, total: Tensor, values: Tensor) -> None:
+        """`tokens` (None: all, in order) found this; `peak` is not below what it was."""
+        if self._found is None and tokens is None:
+            self._found = (peak, total, values)
+            return
+        if self._found is None:
+            zeros = torch.zeros(self._shape, device=self._device)
+            self._found = (torch.full_like(zeros[..., 0], -torch.inf), zeros[..., 0].clone(), zeros)
+        held = [x if tokens is None else x.index_select(0, tokens) for x in self._found]
+        fade = (held[0] - peak).exp_()
+        total = torch.addcmul(total, held[1], fade)
+        values = torch.addcmul(values, held[2], fade[..., None])
         if tokens is None:
-            self.values, self.log_mass = values, log_mass
-        else:
-            self.values.index_copy_(0, tokens, values)
-            self.log_mass.index_copy_(0, tokens, log_mass)
+            self._found = (peak, total, values)
+            return
+        for whole, part in zip(self._found, (peak, total, values), strict=True):
+            whole.index_copy_(0, tokens, part)
+
+    def result(self) -> Tensor:
+        """Attention, float32 [T, heads * head_dim]."""
+        assert self._found is not None
+        _, total, values = self._found
+        return (values / total[..., None]).flatten(1)
 
 
 class TorchModel:
-    """`StepModel`; the cache grows as pages are first used."""
+    """`StepModel`. The cache takes memory as pages are first used: a CPU's by itself, that of other devices by growing.
+
+    Raises MemoryError when the address space does not hold `pages`.
+    """
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, pages: int) -> None:
         self._spec, self._device, self.dtype = spec, device, dtype
         self._weights = PackedWeights(spec, device, dtype)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
         self._capacity = pages + 1
-        self._kv = torch.zeros(self._kv_shape(min(self._capacity, _FIRST_PAGES)), device=device, dtype=dtype)
+        self._kv = self._empty_cache()
         self.path = f"torch on {device.type}, {str(dtype).removeprefix('torch.')}"
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self._weights.load(weights)
 
     def bytes(self, pages: int) -> int:
-        return self._weights.bytes + self._kv.numel() * self._kv.element_size()
+        held = pages if self._device.type == "cpu" else self._kv.shape[2]
+        return self._weights.bytes + math.prod(self._kv_shape(held)) * self.dtype.itemsize
 
     @torch.inference_mode()  # as the cache was made
     def clear_pages(self, pages: np.ndarray) -> None:
@@ -101,14 +124,14 @@ class TorchModel:
     @torch.inference_mode()
     def read_kv(self, pages: np.ndarray, counts: np.ndarray) -> Tensor:
         where, offset = _token_places(pages, counts)
-        rows = self._kv[:, :, self._tensor(where), :, self._tensor(offset)]  # [tokens, 2, layers, kv_heads, head_dim]
-        return rows.permute(1, 2, 3, 0, 4).to("cpu").contiguous()
+        rows = self._kv[:, :, self._tensor(where), :, self._tensor(offset)]  # [tokens, layers, 2, kv_heads, head_dim]
+        return rows.permute(2, 1, 3, 0, 4).to("cpu").contiguous()
 
     @torch.inference_mode()
     def write_kv(self, pages: np.ndarray, counts: np.ndarray, kv: Tensor) -> None:
         self._grow(int(pages.max(initial=0)))
         where, offset = _token_places(pages, counts)
-        rows = kv.to(self._device).permute(3, 0, 1, 2, 4)
+        rows = kv.to(self._device).permute(3, 1, 0, 2, 4)
         self._kv[:, :, self._tensor(where), :, self._tensor(offset)] = rows
 
     @torch.inference_mode()
@@ -139,28 +162,27 @@ class TorchModel:
         within = np.arange(len(step.ids)) - step.member_start[owner]
         turns = self._turns(step.member_position[owner] + within, step.last_position)
         writes, places = self._writes(step, owner, within)
-        shared, own, pages = list(self._shared(step)), list(self._own(step)), self._own_pages(step)
-        in_shared, in_own = (Mixed.nothing(len(step.ids), self._spec, self._kv) for _ in range(2))
+        parts, pages = [*self._shared(step), *self._own(step)], self._own_pages(step)
         x_TE = self._weights.embedding[self._tensor(step.ids)].float()
         for index, layer in enumerate(self._weights.layers):
-            q_TX, k_THD, v_THD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
-            keys, values = self._kv[0, index], self._kv[1, index]
-            for stored, fresh in ((keys, k_THD), (values, v_THD)):
-                rows = fresh if writes is None else fresh[writes]
-                stored.view(-1, self._spec.head_dim).index_copy_(0, places, rows.reshape(-1, self._spec.head_dim))
-            for parts, mixed in ((shared, in_shared), (own, in_own)):
-                for part in parts:
-                    self._attend(q_TX, keys, values, part, mixed)
+            q_TX, kv_TXD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
+            rows = kv_TXD if writes is None else kv_TXD[writes]
+            self._kv[index].view(-1, self._spec.head_dim).index_copy_(0, places, rows.view(-1, self._spec.head_dim))
+            keys, values = self._kv[index]
+            mixed = Mixed(len(x_TE), self._spec, self._device)
+            for part in parts:
+                self._attend(q_TX, keys, values, part, mixed)
             if pages is not None:
-                self._attend_pages(q_TX, keys, values, pages, in_own)
-            x_TE += layer.output(_merge(in_shared, in_own))
+                self._attend_pages(q_TX, keys, values, pages, mixed)
+            x_TE += layer.output(mixed.result().to(self._weights.compute))
             gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
             x_TE += layer.down(F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
         return self._weights.head(last)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._spec.norm_eps).to(self.dtype)
+        inverse = (torch.linalg.vecdot(x, x) / x.shape[-1]).add_(self._spec.norm_eps).rsqrt_()
+        return (x * inverse[:, None]).mul_(weight).to(self._weights.compute)
 
     def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
         """What `rotate` in model.py multiplies the halves of a head with, and the halves in each other's place:
@@ -170,35 +192,40 @@ class TorchModel:
         turns = (torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
         return turns[0].repeat(1, heads, 1), turns[1].repeat(1, heads, 1)
 
-    def _project(self, layer: Layer, x_TE: Tensor, straight: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, heads * head_dim], keys and values [T, kv_heads, head_dim]."""
+    def _project(self, layer: Layer, x_TE: Tensor, straight: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads * head_dim]; keys and after them values [T, 2 * kv_heads, head_dim]."""
         spec = self._spec
-        fused = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
-        qk, v = fused.float()[:, : spec.heads + spec.kv_heads], fused[:, spec.heads + spec.kv_heads :]
+        fused = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim).float()
+        qk = fused[:, : spec.heads + spec.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
-            qk = torch.cat([rms_norm(q, layer.q_norm, spec.norm_eps), rms_norm(k, layer.k_norm, spec.norm_eps)], dim=1)
-        qk = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed).to(self.dtype)
-        q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
-        return q.reshape(len(q), -1), k, v
+            q, k = rms_norm(q, layer.q_norm, spec.norm_eps), rms_norm(k, layer.k_norm, spec.norm_eps)
+            qk = torch.cat([q, k], dim=1)
+        turned = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed)
+        kv = torch.cat([turned[:, spec.heads :], fused[:, spec.heads + spec.kv_heads :]], dim=1)
+        return turned[:, : spec.heads].flatten(1).to(self.dtype), kv.to(self.dtype)
 
     def _attend(self, q_TX: Tensor, keys: Tensor, values: Tensor, part: Part, mixed: Mixed) -> None:
         kv, group, width = self._spec.kv_heads, self._spec.query_group, self._spec.head_dim
         n, _, _, seen = part.bias.shape
-        q = q_TX.index_select(0, part.tokens).view(-1, kv, group * width).transpose(0, 1).reshape(kv * n, -1, width)
+        q_MX = q_TX if part.tokens is None else q_TX.index_select(0, part.tokens)
+        q = q_MX.view(-1, kv, group * width).transpose(0, 1).reshape(kv * n, -1, width)
         k, v = (x.view(-1, PAGE * width).index_select(0, part.rows).view(kv * n, seen, width) for x in (keys, values))
         products = torch.bmm(q, k.transpose(1, 2)).view(kv, n, -1, group, seen)
         scores = torch.add(part.bias, products, alpha=width**-0.5)
-        weights = scores.softmax(-1)
-        out = torch.bmm(weights.view(kv * n, -1, seen).to(self.dtype), v)
+        peak, held = scores.amax(-1), mixed.peak(part.tokens)
+        if held is not None:
+            peak = torch.maximum(peak, held.view(-1, kv, group).transpose(0, 1).reshape(peak.shape))
+        weights = _weights(scores, peak)
+        out = torch.bmm(weights.view(kv * n, -1, seen).to(self.dtype), v).view(kv, -1, group, width)
 
-        def by_token(x: Tensor) -> Tensor:  # [kv, tokens, group, ...] -> [kept, heads, ...]
+        def by_token(x: Tensor) -> Tensor:  # [kv, tokens, group, *] -> [kept, heads, *]
             x = x.transpose(0, 1).flatten(1, 2)
             return x if part.kept is None else x[part.kept]
 
-        tokens = part.tokens if part.kept is None else part.tokens[part.kept]
-        log_mass = _log_mass(scores, weights).view(kv, -1, group)
-        mixed.put(tokens, by_token(out.view(kv, -1, group, width)), by_token(log_mass))
+        tokens = part.tokens if part.tokens is None or part.kept is None else part.tokens[part.kept]
+        peak, total = (by_token(x.view(kv, -1, group)) for x in (peak, weights.sum(-1)))
+        mixed.add(tokens, peak, total, by_token(out))
 
     def _attend_pages(self, q_TX: Tensor, keys: Tensor, values: Tensor, pages: OwnPages, mixed: Mixed) -> None:
         heads, group, width = self._spec.heads, self._spec.query_group, self._spec.head_dim
@@ -206,16 +233,15 @@ class TorchModel:
         k, v = (x[places] if isinstance(places, slice) else x.index_select(0, places) for x in (keys, values))
         q = q_TX.index_select(0, pages.owner).view(-1, group, width)
         products = torch.bmm(q, k.view(-1, PAGE, width).transpose(1, 2)).view(len(k), -1, group, PAGE)
-        scores = torch.add(pages.bias, products, alpha=width**-0.5)
-        weights = scores.softmax(-1)
+        scores = torch.add(pages.bias, products, alpha=width**-0.5).view(len(k), heads, PAGE)
+        peak = scores.amax(-1).index_select(0, pages.padded).view(len(pages.starts), -1, heads).amax(1)
+        held = mixed.peak(pages.tokens)
+        if held is not None:
+            peak = torch.maximum(peak, held)
+        weights = _weights(scores, peak.index_select(0, pages.rank))
         out = torch.bmm(weights.view(-1, group, PAGE).to(self.dtype), v.view(-1, PAGE, width)).view(len(k), -1)
-        log_mass = _log_mass(scores, weights).view(len(k), heads)
-        for lot in pages.lots:
-            n, most, _ = lot.bias.shape
-            some = log_mass.index_select(0, lot.table).view(n, most, heads) + lot.bias
-            shares = some.softmax(1)
-            found = out.index_select(0, lot.table).view(n, most, heads, width)
-            mixed.put(lot.tokens, (found * shares[..., None].to(self.dtype)).sum(1), some.logsumexp(1))
+        out, total = (F.embedding_bag(pages.table, x, pages.starts, mode="sum") for x in (out, weights.sum(-1)))
+        mixed.add(pages.tokens, peak, total, out.view(-1, heads, width))
 
     def _shared(self, step: Step) -> Iterator[Part]:
         """Each group's tokens over its shared pages."""
@@ -231,7 +257,8 @@ class TorchModel:
                     step.shared_counts[where],
                 )
             seen = np.arange(PAGE) < counts[..., None]
-            yield self._part(ends[some], np.diff(ends)[some], table, seen.reshape(len(some), 1, -1))
+            counted = np.diff(ends)[some]
+            yield self._part(ends[some], counted, table, seen.reshape(len(some), 1, -1), len(step.ids))
 
     def _own(self, step: Step) -> Iterator[Part]:
         """The tokens of each member that has several over its own pages, up to themselves."""
@@ -243,7 +270,7 @@ class TorchModel:
             shown = np.arange(width * PAGE) <= places[..., None]
             table = step.own_table[step.member_row[some], :width].astype(np.int64)
             table[np.arange(width) >= pages[some, None]] = 0  # what lies beyond is of an earlier user
-            yield self._part(step.member_start[some], counts, table, shown)
+            yield self._part(step.member_start[some], counts, table, shown, len(step.ids))
 
     def _own_pages(self, step: Step) -> OwnPages | None:
         """Own pages of the members that have one token."""
@@ -253,50 +280,63 @@ class TorchModel:
         seen = step.own_before[single] + 1
         counts = -(-seen // PAGE)
         owner = np.repeat(np.arange(len(single)), counts)
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.cumsum(counts) - counts
+        within = np.arange(len(owner)) - np.repeat(starts, counts)
         used = step.own_table[step.member_row[single][owner], within].astype(np.int64)
         first, size = int(used.min()), int(used.max() - used.min()) + 1
         scattered = size > _DENSE * len(used)
         local = np.arange(len(used)) if scattered else used - first
         token, shown = np.zeros((2, len(used) if scattered else size), dtype=np.int64)
         token[local], shown[local] = step.member_start[single][owner], np.minimum(seen[owner] - within * PAGE, PAGE)
+        rank = np.zeros_like(token)
+        rank[local] = owner
+        padded = starts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        all_of_them = len(single) == len(step.ids)
         return OwnPages(
             places=self._tensor(used) if scattered else slice(first, first + size),
             owner=self._tensor(token),
             bias=self._bias((np.arange(PAGE) < shown[:, None]) | (shown == 0)[:, None])[:, None, None],
-            lots=list(self._lots(step.member_start[single], counts, local, len(step.ids))),
+            tokens=None if all_of_them else self._tensor(step.member_start[single]),
+            rank=self._tensor(rank),
+            table=self._tensor(local),
+            starts=self._tensor(starts),
+            padded=self._tensor(local[padded].ravel()),
         )
 
-    def _lots(self, tokens: np.ndarray, counts: np.ndarray, places: np.ndarray, total: int) -> Iterator[Lot]:
-        """`tokens`, of `total` in the step, see `counts` pages each, whose `places` stand one after the other."""
-        starts = np.cumsum(counts) - counts
-        for some in _alike(np.ones_like(counts), counts, self._spec.heads):
-            columns, most = np.arange(counts[some].max()), counts[some, None]
-            table = places[starts[some, None] + np.minimum(columns, most - 1)]
-            where = None if len(some) == total else self._tensor(tokens[some])
-            yield Lot(where, self._tensor(table.ravel()), self._bias(columns < most)[..., None])
-
-    def _part(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, seen: np.ndarray) -> Part:
+    def _part(self, starts: np.ndarray, counts: np.ndarray, table: np.ndarray, seen: np.ndarray, total: int) -> Part:
+        """`total`: tokens of the step."""
         width = int(counts.max())
         places = np.minimum(np.arange(width), counts[:, None] - 1)
         real = np.arange(width) < counts[:, None]
         heads = np.arange(self._spec.kv_heads)[:, None]
+        tokens = (starts[:, None] + places).ravel()
         return Part(
-            tokens=self._tensor((starts[:, None] + places).ravel()),
+            tokens=None if np.array_equal(tokens, np.arange(total)) else self._tensor(tokens),
             kept=None if real.all() else self._tensor(np.flatnonzero(real)),
             rows=self._tensor((table.ravel() * len(heads) + heads).ravel()),
             bias=self._bias(seen)[:, :, None],
         )
 
     def _writes(self, step: Step, owner: np.ndarray, within: np.ndarray) -> tuple[Tensor | None, Tensor]:
-        """Tokens whose KV is written (None: all) and its rows in [pages * kv_heads * PAGE]."""
+        """Tokens whose KV is written (None: all) and its rows in [2 * pages * kv_heads * PAGE], keys first."""
         writing = step.member_writes[owner] > 0
         at = (step.own_before[owner] + within)[writing]
         pages = step.own_table[step.member_row[owner][writing], at // PAGE].astype(np.int64)
         self._grow(int(step.own_table.max()))
         heads = self._spec.kv_heads
         rows = (pages[:, None] * heads + np.arange(heads)) * PAGE + (at % PAGE)[:, None]
+        rows = np.concatenate([rows, rows + self._kv.shape[2] * heads * PAGE], axis=1)
         return None if writing.all() else self._tensor(np.flatnonzero(writing)), self._tensor(rows.ravel())
+
+    def _empty_cache(self) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.zeros(self._kv_shape(min(self._capacity, _FIRST_PAGES)), device=self._device, dtype=self.dtype)
+        shape = self._kv_shape(self._capacity)
+        n_bytes = math.prod(shape) * self.dtype.itemsize
+        try:
+            return huge_pages(n_bytes)[:n_bytes].view(self.dtype).view(shape)
+        except OSError as error:
+            raise MemoryError(f"no memory for {self._capacity - 1} KV pages: {error}") from error
 
     def _grow(self, page: int) -> None:
         held = self._kv.shape[2]
@@ -308,7 +348,7 @@ class TorchModel:
         return torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -torch.inf).to(self._device)
 
     def _kv_shape(self, pages: int) -> tuple[int, ...]:
-        return (2, self._spec.layers, pages, self._spec.kv_heads, PAGE, self._spec.head_dim)
+        return (self._spec.layers, 2, pages, self._spec.kv_heads, PAGE, self._spec.head_dim)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
@@ -320,19 +360,18 @@ def _token_places(pages: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
     return np.repeat(pages, counts), within
 
 
-def _log_mass(scores: Tensor, weights: Tensor) -> Tensor:
-    """Log of the sum of exp(score), from the softmax of the scores: its largest weight is exp(largest - log sum)."""
-    return scores.amax(-1) - weights.amax(-1).log()
-
-
-def _merge(one: Mixed, other: Mixed) -> Tensor:
-    """Attention over both kinds of pages, [T, heads * head_dim]."""
-    share = torch.sigmoid(other.log_mass - one.log_mass)
-    return torch.lerp(one.values, other.values, share[..., None].to(one.values.dtype)).flatten(1)
+def _weights(scores: Tensor, peak: Tensor) -> Tensor:
+    """exp(score - peak), in place."""
+    return scores.sub_(peak[..., None]).clamp_min_(_LEAST).exp_()
 
 
 def _alike(tokens: np.ndarray, pages: np.ndarray, heads: int) -> Iterator[np.ndarray]:
-    """Indices with pages, in lots that waste at most half on padding and stay within the scores held at once."""
+    """Indices with pages, in lots that waste at most half on padding and stay within the scores held at once; in one
+    lot where that is small."""
+    some = np.flatnonzero(pages > 0)
+    if len(some) * heads * int(tokens.max(initial=0)) * int(pages.max(initial=0)) * PAGE <= _FEW_SCORES:
+        yield from [some] if len(some) else []
+        return
     kinds = np.stack([np.frexp(tokens - 0.5)[1], np.frexp(pages - 0.5)[1]])  # powers of two that are not exceeded
     for kind in np.unique(kinds[:, pages > 0], axis=1).T:
         lot = np.flatnonzero((kinds == kind[:, None]).all(axis=0) & (pages > 0))
