@@ -3,10 +3,15 @@
 Importing the package is cheap: nothing heavy (torch, transformers) loads until a run is built.
 """
 
+import os
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+
+# torch's tensors of 2 MiB and more in large pages, where Linux gives them on demand: products read packed weights a
+# tenth faster, and new memory costs no page fault every 4 KiB. torch looks once, when it makes its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _API = {
     "train": "quintet.api",

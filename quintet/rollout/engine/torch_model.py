@@ -38,7 +38,8 @@ class Part:
 
     tokens: Tensor | None  # [N * C] places in the step; None: all of the step's, in order
     kept: Tensor | None  # entries of `tokens` that are real; None: all
-    rows: Tensor  # [kv_heads * N * P] rows of the cache, PAGE keys of one head each
+    whole: bool  # `kept` are all of the step's tokens, in order
+    rows: Tensor  # [2 * kv_heads * N * P] rows of a layer's cache, PAGE keys or values of one head each, keys first
     bias: Tensor  # [N, C or 1, 1, P * PAGE], 0 where a key is seen, else -inf
 
 
@@ -105,6 +106,7 @@ class TorchModel:
         self._spec, self._device, self.dtype = spec, device, dtype
         self._weights = PackedWeights(spec, device, dtype)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
+        self._least_length = torch.tensor((spec.hidden_size * spec.norm_eps) ** 0.5, device=device)
         self._capacity = pages + 1
         self._kv = self._empty_cache()
         self.path = f"torch on {device.type}, {str(dtype).removeprefix('torch.')}"
@@ -168,21 +170,21 @@ class TorchModel:
             q_TX, kv_TXD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
             rows = kv_TXD if writes is None else kv_TXD[writes]
             self._kv[index].view(-1, self._spec.head_dim).index_copy_(0, places, rows.view(-1, self._spec.head_dim))
-            keys, values = self._kv[index]
             mixed = Mixed(len(x_TE), self._spec, self._device)
             for part in parts:
-                self._attend(q_TX, keys, values, part, mixed)
+                self._attend(q_TX, self._kv[index], part, mixed)
             if pages is not None:
-                self._attend_pages(q_TX, keys, values, pages, mixed)
-            x_TE += layer.output(mixed.result().to(self._weights.compute))
+                self._attend_pages(q_TX, self._kv[index], pages, mixed)
+            x_TE = layer.output.onto(x_TE, mixed.result().to(self._weights.compute))
             gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
-            x_TE += layer.down(F.silu(gate).mul_(up))
+            x_TE = layer.down.onto(x_TE, F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
         return self._weights.head(last)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        inverse = (torch.linalg.vecdot(x, x) / x.shape[-1]).add_(self._spec.norm_eps).rsqrt_()
-        return (x * inverse[:, None]).mul_(weight).to(self._weights.compute)
+        """RMS norm (arXiv 1910.07467), `weight` times the root of the width: x / hypot(|x|, sqrt(width eps))."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self._least_length)).mul_(weight).to(self._weights.compute)
 
     def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
         """What `rotate` in model.py multiplies the halves of a head with, and the halves in each other's place:
@@ -203,14 +205,14 @@ class TorchModel:
             qk = torch.cat([q, k], dim=1)
         turned = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed)
         kv = torch.cat([turned[:, spec.heads :], fused[:, spec.heads + spec.kv_heads :]], dim=1)
-        return turned[:, : spec.heads].flatten(1).to(self.dtype), kv.to(self.dtype)
+        return turned[:, : spec.heads].to(self.dtype).flatten(1), kv.to(self.dtype)
 
-    def _attend(self, q_TX: Tensor, keys: Tensor, values: Tensor, part: Part, mixed: Mixed) -> None:
+    def _attend(self, q_TX: Tensor, cache: Tensor, part: Part, mixed: Mixed) -> None:
         kv, group, width = self._spec.kv_heads, self._spec.query_group, self._spec.head_dim
         n, _, _, seen = part.bias.shape
         q_MX = q_TX if part.tokens is None else q_TX.index_select(0, part.tokens)
         q = q_MX.view(-1, kv, group * width).transpose(0, 1).reshape(kv * n, -1, width)
-        k, v = (x.view(-1, PAGE * width).index_select(0, part.rows).view(kv * n, seen, width) for x in (keys, values))
+        k, v = cache.view(-1, PAGE * width).index_select(0, part.rows).view(2, kv * n, seen, width)
         products = torch.bmm(q, k.transpose(1, 2)).view(kv, n, -1, group, seen)
         scores = torch.add(part.bias, products, alpha=width**-0.5)
         peak, held = scores.amax(-1), mixed.peak(part.tokens)
@@ -221,16 +223,18 @@ class TorchModel:
 
         def by_token(x: Tensor) -> Tensor:  # [kv, tokens, group, *] -> [kept, heads, *]
             x = x.transpose(0, 1).flatten(1, 2)
-            return x if part.kept is None else x[part.kept]
+            return x if part.kept is None else x.index_select(0, part.kept)
 
-        tokens = part.tokens if part.tokens is None or part.kept is None else part.tokens[part.kept]
+        tokens = None if part.whole else part.tokens
+        if tokens is not None and part.kept is not None:
+            tokens = tokens.index_select(0, part.kept)
         peak, total = (by_token(x.view(kv, -1, group)) for x in (peak, weights.sum(-1)))
         mixed.add(tokens, peak, total, by_token(out))
 
-    def _attend_pages(self, q_TX: Tensor, keys: Tensor, values: Tensor, pages: OwnPages, mixed: Mixed) -> None:
+    def _attend_pages(self, q_TX: Tensor, cache: Tensor, pages: OwnPages, mixed: Mixed) -> None:
         heads, group, width = self._spec.heads, self._spec.query_group, self._spec.head_dim
         places = pages.places
-        k, v = (x[places] if isinstance(places, slice) else x.index_select(0, places) for x in (keys, values))
+        k, v = cache[:, places] if isinstance(places, slice) else cache.index_select(1, places)
         q = q_TX.index_select(0, pages.owner).view(-1, group, width)
         products = torch.bmm(q, k.view(-1, PAGE, width).transpose(1, 2)).view(len(k), -1, group, PAGE)
         scores = torch.add(pages.bias, products, alpha=width**-0.5).view(len(k), heads, PAGE)
@@ -309,11 +313,13 @@ class TorchModel:
         places = np.minimum(np.arange(width), counts[:, None] - 1)
         real = np.arange(width) < counts[:, None]
         heads = np.arange(self._spec.kv_heads)[:, None]
-        tokens = (starts[:, None] + places).ravel()
+        rows = (table.ravel() * len(heads) + heads).ravel()
+        tokens, everything = (starts[:, None] + places).ravel(), np.arange(total)
         return Part(
-            tokens=None if np.array_equal(tokens, np.arange(total)) else self._tensor(tokens),
+            tokens=None if np.array_equal(tokens, everything) else self._tensor(tokens),
             kept=None if real.all() else self._tensor(np.flatnonzero(real)),
-            rows=self._tensor((table.ravel() * len(heads) + heads).ravel()),
+            whole=np.array_equal(tokens[real.ravel()], everything),
+            rows=self._tensor(np.concatenate([rows, rows + self._kv.shape[2] * len(heads)])),
             bias=self._bias(seen)[:, :, None],
         )
 
