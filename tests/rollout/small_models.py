@@ -93,7 +93,12 @@ PATHS = {
 
 
 def make_engine(
-    model: PreTrainedModel, *, eos_ids: tuple[int, ...] = (EOS,), version: int = 0, **options
+    model: PreTrainedModel,
+    *,
+    eos_ids: tuple[int, ...] = (EOS,),
+    version: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **options,
 ) -> SyncEngine:
     if options.get("numerics") == "reproducible":
         options = {"page_size": 8} | options
@@ -104,7 +109,7 @@ def make_engine(
         decode=decode,
         config=RolloutConfig(**({"max_running": 64} | options)),
         device=CPU,
-        dtype=torch.float32,
+        dtype=dtype,
         version=version,
     )
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quintet.rollout.engine import products, torch_model
 from quintet.rollout.engine.slots import State
 from quintet.types import FinishReason, GroupId, SamplingParams
 from tests.rollout.small_models import (
@@ -23,6 +24,7 @@ from tests.rollout.small_models import (
     make_model,
     random_prompts,
     reference_greedy,
+    reference_logits,
 )
 
 FAST = {name: PATHS[name] for name in ("native", "torch")}
@@ -275,3 +277,39 @@ def test_plain_torch_reads_own_pages_where_they_lie_or_gathers_them():
     assert [r.response_ids for r in finish(engine)] == expected
     assert {slice, torch.Tensor} <= set(places)
     engine._cache.give(between)
+
+
+def test_plain_torch_takes_lists_of_like_sizes_together(monkeypatch):
+    monkeypatch.setattr(torch_model, "_FEW_SCORES", 0)  # else this little goes in one piece
+    groups = random_prompts(8, 90, seed=4)
+    expected = [reference_greedy(MODEL, group.prompt.token_ids, 24) for group in groups]
+    engine = make_engine(MODEL, **FAST["torch"])
+    most = 0
+    shared = engine.model._shared
+
+    def note(step):
+        nonlocal most
+        found = list(shared(step))
+        most = max(most, len(found))
+        return found
+
+    engine.model._shared = note
+    for index, group in enumerate(groups):
+        engine.add_group(group, SamplingParams(temperature=0.0, max_tokens=24, n=1 + index))
+    assert [r.response_ids for r in finish(engine)] == [ids for i, ids in enumerate(expected) for _ in range(1 + i)]
+    assert most > 2
+
+
+@pytest.mark.parametrize("float32_is_faster", [False, True])
+def test_plain_torch_in_bf16_is_near_float32_by_either_product(monkeypatch, float32_is_faster):
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 here")
+    monkeypatch.setattr(products, "_float32_is_faster", lambda: float32_is_faster)
+    engine = make_engine(MODEL, dtype=torch.bfloat16, eos_ids=(), **FAST["torch"])
+    assert engine.model._weights.compute is (torch.float32 if float32_is_faster else torch.bfloat16)
+    off = []
+    for rollout in generate(engine, random_prompts(5, 60), SamplingParams(n=3, max_tokens=70)):
+        expected = reference_logits(MODEL, rollout).log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(rollout.response_ids)[:, None]).squeeze(1)
+        off.append((torch.tensor(rollout.logprobs) - chosen).abs())
+    assert 0 < torch.cat(off).mean() < 0.15  # nats; another token would be off by several

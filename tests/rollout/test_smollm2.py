@@ -75,7 +75,8 @@ def test_alone_among_64_and_after_preemption_give_the_same_bits(smollm2):
     assert ids_and_bits(squeezed[6:]) == alone
 
 
-def test_bf16_logprobs_are_close_to_float32(smollm2):
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_bf16_logprobs_are_close_to_float32(smollm2, kernels):
     if not load_library().bf16:
         pytest.skip("no bfloat16 products here")
     model, tokenizer = smollm2
@@ -85,7 +86,7 @@ def test_bf16_logprobs_are_close_to_float32(smollm2):
         model.state_dict(),
         eos_ids=(),
         decode=tokenizer.decode,
-        config=RolloutConfig(kernels="native"),
+        config=RolloutConfig(kernels=kernels),
         device=CPU,
         dtype=torch.bfloat16,
     )

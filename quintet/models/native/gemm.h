@@ -83,15 +83,19 @@ struct Right {
 };
 
 // Left rows [rows <= BLOCK, lda] times a packed panel into out[rows, ld], PANEL columns of it. `onto`: the product is
-// added to what `out` holds. A block of AMX computes rows beyond the last too: both sides have room for 32.
+// added to what `out` holds. A block of AMX computes rows beyond the last too: both sides have room for 32. `far`: what
+// lies so many bytes behind the packed numbers is fetched.
+static inline void fetch(const void* at, int far) { _mm_prefetch(static_cast<const char*>(at) + far, _MM_HINT_T0); }
+
 template <int N>
-static inline void tile(const float* a, int lda, Right<float> right, float* out, int ld, bool onto) {
+static inline void tile(const float* a, int lda, Right<float> right, float* out, int ld, bool onto, int far) {
     vf acc[N][2] = {};
     if (onto)
         for (int r = 0; r < N; ++r) acc[r][0] = load(out + r * ld), acc[r][1] = load(out + r * ld + VL);
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         const float* b = right.parts[part];
         for (int k = 0; k < right.depth; ++k) {
+            fetch(b + k * PANEL, far), fetch(b + k * PANEL + VL, far);
             vf b0 = load(b + k * PANEL), b1 = load(b + k * PANEL + VL);
 #pragma GCC unroll 16
             for (int r = 0; r < N; ++r) {
@@ -108,11 +112,13 @@ static inline void tile(const float* a, int lda, Right<float> right, float* out,
 constexpr int TALL = VL == 16 ? 8 : 4;  // rows of a register tile
 constexpr int TALL_WIDE = 12;           // ... of float32 rows times bf16 columns
 
-// Memory to fetch while a block is computed: `lines` cache lines from `at` on for each 32 inner entries.
+// Memory to fetch while a block is computed. Tiles: `lines` cache lines from `at` on for each 32 inner entries. Vectors:
+// what lies `bytes` behind the packed numbers at hand; left to itself the processor reads them at half the speed.
 struct Ahead {
     const char* at = nullptr;
-    int lines = 0;
+    int lines = 0, bytes = 0;
 };
+constexpr int FAR = 4096;
 
 struct Out {
     float* at;
@@ -122,7 +128,7 @@ struct Out {
 
 #ifdef QUINTET_BF16
 template <int N>
-static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
+static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
     __m512 acc[N][2];
 #pragma GCC unroll 16
     for (int r = 0; r < N; ++r) {
@@ -132,6 +138,7 @@ static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, i
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         for (int k = 0; k < right.depth; k += 2) {
             const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+            fetch(b, far), fetch(b + 512, far);
             __m512bh b0 = pairs(b), b1 = pairs(b + 512);
 #pragma GCC unroll 16
             for (int r = 0; r < N; ++r) {
@@ -150,7 +157,7 @@ static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, i
 
 // The same from rows that have been widened: a word of the packed side is two numbers of a column, one in each half.
 template <int N>
-static inline void tile(const float* a, int lda, Right<bf16> right, float* out, int ld, bool onto) {
+static inline void tile(const float* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
     __m512 acc[N][2];
 #pragma GCC unroll 16
     for (int r = 0; r < N; ++r) {
@@ -161,6 +168,7 @@ static inline void tile(const float* a, int lda, Right<bf16> right, float* out, 
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         for (int k = 0; k < right.depth; k += 2) {
             const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+            fetch(b, far), fetch(b + 512, far);
             const __m512i left = _mm512_loadu_si512(b), far = _mm512_loadu_si512(b + 512);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i) {
@@ -185,20 +193,20 @@ static inline void tile(const float* a, int lda, Right<bf16> right, float* out, 
 
 // The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
 template <int N, class Left, class Act>
-static inline void rest(const Left* a, int lda, int rows, Right<Act> right, Out out) {
-    if (rows == N) return tile<N>(a, lda, right, out.at, out.ld, out.onto);
-    if constexpr (N > 1) rest<N - 1>(a, lda, rows, right, out);
+static inline void rest(const Left* a, int lda, int rows, Right<Act> right, Out out, int far) {
+    if (rows == N) return tile<N>(a, lda, right, out.at, out.ld, out.onto, far);
+    if constexpr (N > 1) rest<N - 1>(a, lda, rows, right, out, far);
 }
 
 template <int N, class Left, class Act>
-static inline void by_vectors(const Left* a, int lda, int rows, Right<Act> right, Out out) {
+static inline void by_vectors(const Left* a, int lda, int rows, Right<Act> right, Out out, int far) {
     int r = 0;
-    for (; r + N <= rows; r += N) tile<N>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto);
-    rest<N - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto});
+    for (; r + N <= rows; r += N) tile<N>(a + r * lda, lda, right, out.at + r * out.ld, out.ld, out.onto, far);
+    rest<N - 1>(a + r * lda, lda, rows - r, right, {out.at + r * out.ld, out.ld, out.onto}, far);
 }
 
-static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, Unit, Ahead) {
-    by_vectors<TALL>(a, lda, rows, right, out);
+static inline void block(const float* a, int lda, int rows, Right<float> right, Out out, Unit, Ahead ahead) {
+    by_vectors<TALL>(a, lda, rows, right, out, ahead.bytes);
 }
 
 #ifdef QUINTET_BF16
@@ -242,8 +250,8 @@ static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right
 }
 #endif
 
-static inline void block(const float* a, int lda, int rows, Right<bf16> right, Out out, Unit, Ahead) {
-    by_vectors<TALL_WIDE>(a, lda, rows, right, out);
+static inline void block(const float* a, int lda, int rows, Right<bf16> right, Out out, Unit, Ahead ahead) {
+    by_vectors<TALL_WIDE>(a, lda, rows, right, out, ahead.bytes);
 }
 
 static inline void widen_row(const bf16* from, int n, float* to) {  // n: a multiple of 32, as every inner size is
@@ -255,7 +263,7 @@ static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Ou
 #ifdef QUINTET_AMX
     if (unit == TILES) return block_amx(a, lda, rows, right, out, ahead);
 #endif
-    if (unit != WIDE) return by_vectors<TALL>(a, lda, rows, right, out);
+    if (unit != WIDE) return by_vectors<TALL>(a, lda, rows, right, out, ahead.bytes);
     static thread_local std::vector<float> wide;
     const int depth = right.count * right.depth;
     if (wide.size() < size_t(BLOCK) * depth) wide.resize(size_t(BLOCK) * depth);
@@ -276,14 +284,15 @@ static void by_panels(Pool& pool, const Left* a, int lda, int rows, const Matrix
 #endif
         const int first = task / runs * ROWS, last = std::min(rows, first + ROWS);
         const int begin = task % runs * run, end = std::min(w.panels, begin + run);
-        const int lines = w.depth * PANEL * int(sizeof(typename P::Act)) / 64, blocks = (last - first + BLOCK - 1) / BLOCK;
+        const int lines = w.depth * PANEL * int(sizeof(typename P::Act)) / 64;
+        const int blocks = (last - first + BLOCK - 1) / BLOCK;
         for (int p = begin; p < end; ++p) {
             const typename P::Act* panel = w.panel(p);
             const char* next = reinterpret_cast<const char*>(w.panel(p + 1));
             const int each = p + 1 < end ? (lines + blocks * steps - 1) / (blocks * steps) : 0;
             for (int r = first; r < last; r += BLOCK, next += size_t(each) * steps * 64)
                 finish.template run<P>(r, std::min(BLOCK, last - r), p, [&](int count, Out out) {
-                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, unit, {next, each});
+                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, unit, {next, each, FAR});
                 });
         }
     });

@@ -32,12 +32,6 @@ class Product:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def onto(self, total: Tensor, x: Tensor) -> Tensor:
-        """`total`, float32 [T, out], plus the product; `total` may be overwritten."""
-        if self.weight.is_mkldnn and x.dtype == total.dtype:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, total, self.weight, self.bias, "add")
-        return total.add_(self(x))
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -175,9 +175,9 @@ class TorchModel:
                 self._attend(q_TX, self._kv[index], part, mixed)
             if pages is not None:
                 self._attend_pages(q_TX, self._kv[index], pages, mixed)
-            x_TE = layer.output.onto(x_TE, mixed.result().to(self._weights.compute))
+            x_TE += layer.output(mixed.result().to(self._weights.compute))
             gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
-            x_TE = layer.down.onto(x_TE, F.silu(gate).mul_(up))
+            x_TE += layer.down(F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
         return self._weights.head(last)
 

@@ -81,7 +81,8 @@ class Model : public Decoder {
 
   public:
     explicit Model(const Spec& s)
-        : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads), pool(s.threads) {
+        : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads),
+          pool(s.threads) {
         const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
         attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit};
         width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
