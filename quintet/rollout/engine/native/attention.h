@@ -17,13 +17,15 @@ struct Fetch {
     const int32_t* ids = nullptr;
     size_t stride = 0;  // bytes from page to page
     int pages = 0, lines = 0, page = 0, line = 0;
+    bool near = false;  // into the first-level cache
 
     // Returns how many of `count` lines there were too few.
     int next(int count) {
         while (count > 0 && page < pages) {
             const char* at = cache + ids[page] * stride + size_t(line) * 64;
             const int now = std::min(count, lines - line);
-            for (int i = 0; i < now; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+            for (int i = 0; i < now && near; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T0);
+            for (int i = 0; i < now && !near; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
             count -= now, line += now;
             if (line == lines) ++page, line = 0;
         }
@@ -60,13 +62,15 @@ struct Attention {
 
     size_t page_size() const { return size_t(2) * PAGE * width; }  // of one KV head
     int lines() const { return int(page_size() * sizeof(Act) / 64); }
+    int scoring() const { return lines() * (unit == WIDE ? 2 : 1) / 3; }  // lines a page, by rows that are not few
     bool few(int rows) const { return P::PAIRED && unit == TILES && rows <= 16; }  // take the tile products for few rows
     const Act* keys(const Act* layer, int page, int head) const {
         return layer + (size_t(page) * kv_heads + head) * page_size();
     }
 
     Fetch fetch(const Act* layer, int head, const int32_t* ids, int n) const {
-        return {reinterpret_cast<const char*>(keys(layer, 0, head)), ids, size_t(lines()) * 64 * kv_heads, n, lines()};
+        const char* cache = reinterpret_cast<const char*>(keys(layer, 0, head));
+        return {cache, ids, size_t(lines()) * 64 * kv_heads, n, lines(), 0, 0, unit == WIDE};
     }
 
     // Key and value of one token into its page, both as packed matrices (see Matrix::set).
@@ -104,8 +108,9 @@ struct Attention {
             const Act* at[SPAN];
             for (int i = 0; i < n; ++i) at[i] = keys(layer, pages.ids[start + i], head);
             const int last = pages.shown(start + n - 1);
-            // As many pages to come: a third while scoring, the rest here, or a third of it here and a third while mixing.
-            const int share = n * lines() * (few(rows) ? 1 : 2) / 3 / rows;
+            // As many pages to come: `scoring()` of them while scoring, the rest here, or a third here and a third while
+            // few rows are mixed.
+            const int share = n * (few(rows) ? lines() / 3 : lines() - scoring()) / rows;
             for (int r = 0; r < rows; r += BLOCK)
                 scores(s, q + size_t(r) * width, r, std::min(BLOCK, rows - r), at, n, last);
             for (int i = 0; i < n; ++i) hide(s, rows, i * PAGE + pages.shown(start + i), (i + 1) * PAGE);
@@ -162,7 +167,7 @@ struct Attention {
             if (few(rows)) return few_scores(s, q, at, n, last, s.score + row * COLUMNS);
 #endif
         for (int i = 0; i < n; ++i) {
-            if (row == 0) s.ahead(lines() / 3);
+            if (row == 0) s.ahead(scoring());
             for (int c = 0; c < PAGE; c += PANEL) {
                 const Act* panel = at[i] + size_t(c) * width;
                 block(q, width, rows, {&panel, 1, width}, {s.score + row * COLUMNS + i * PAGE + c, COLUMNS, false}, unit, {});
