@@ -82,16 +82,30 @@ struct Right {
     int count, depth;
 };
 
+static inline void fetch(const void* at, int far) { _mm_prefetch(static_cast<const char*>(at) + far, _MM_HINT_T0); }
+
+// Sums of a register tile, from and to `out`.
+template <int N>
+[[gnu::always_inline]] static inline void begin(vf (&sums)[N][2], const float* out, int ld, bool onto) {
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) {
+        sums[r][0] = onto ? load(out + r * ld) : vf{};
+        sums[r][1] = onto ? load(out + r * ld + VL) : vf{};
+    }
+}
+template <int N>
+[[gnu::always_inline]] static inline void end(const vf (&sums)[N][2], float* out, int ld) {
+#pragma GCC unroll 16
+    for (int r = 0; r < N; ++r) store(out + r * ld, sums[r][0]), store(out + r * ld + VL, sums[r][1]);
+}
+
 // Left rows [rows <= BLOCK, lda] times a packed panel into out[rows, ld], PANEL columns of it. `onto`: the product is
 // added to what `out` holds. A block of AMX computes rows beyond the last too: both sides have room for 32. `far`: what
 // lies so many bytes behind the packed numbers is fetched.
-static inline void fetch(const void* at, int far) { _mm_prefetch(static_cast<const char*>(at) + far, _MM_HINT_T0); }
-
 template <int N>
 static inline void tile(const float* a, int lda, Right<float> right, float* out, int ld, bool onto, int far) {
-    vf acc[N][2] = {};
-    if (onto)
-        for (int r = 0; r < N; ++r) acc[r][0] = load(out + r * ld), acc[r][1] = load(out + r * ld + VL);
+    vf acc[N][2];
+    begin(acc, out, ld, onto);
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         const float* b = right.parts[part];
         for (int k = 0; k < right.depth; ++k) {
@@ -105,8 +119,7 @@ static inline void tile(const float* a, int lda, Right<float> right, float* out,
             }
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) store(out + r * ld, acc[r][0]), store(out + r * ld + VL, acc[r][1]);
+    end(acc, out, ld);
 }
 
 constexpr int TALL = VL == 16 ? 8 : 4;  // rows of a register tile
@@ -129,12 +142,8 @@ struct Out {
 #ifdef QUINTET_BF16
 template <int N>
 static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
-    __m512 acc[N][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) {
-        acc[r][0] = onto ? _mm512_loadu_ps(out + r * ld) : _mm512_setzero_ps();
-        acc[r][1] = onto ? _mm512_loadu_ps(out + r * ld + VL) : _mm512_setzero_ps();
-    }
+    vf acc[N][2];
+    begin(acc, out, ld, onto);
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         for (int k = 0; k < right.depth; k += 2) {
             const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
@@ -143,51 +152,39 @@ static inline void tile(const bf16* a, int lda, Right<bf16> right, float* out, i
 #pragma GCC unroll 16
             for (int r = 0; r < N; ++r) {
                 __m512bh x = pair(a + r * lda + k);
-                acc[r][0] = _mm512_dpbf16_ps(acc[r][0], x, b0);
-                acc[r][1] = _mm512_dpbf16_ps(acc[r][1], x, b1);
+                acc[r][0] = (vf)_mm512_dpbf16_ps((__m512)acc[r][0], x, b0);
+                acc[r][1] = (vf)_mm512_dpbf16_ps((__m512)acc[r][1], x, b1);
             }
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) {
-        _mm512_storeu_ps(out + r * ld, acc[r][0]);
-        _mm512_storeu_ps(out + r * ld + VL, acc[r][1]);
-    }
+    end(acc, out, ld);
 }
 
 // The same from rows that have been widened: a word of the packed side is two numbers of a column, one in each half.
 template <int N>
 static inline void tile(const float* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
-    __m512 acc[N][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) {
-        acc[r][0] = onto ? _mm512_loadu_ps(out + r * ld) : _mm512_setzero_ps();
-        acc[r][1] = onto ? _mm512_loadu_ps(out + r * ld + VL) : _mm512_setzero_ps();
-    }
+    vf acc[N][2];
+    begin(acc, out, ld, onto);
     const __m512i second = _mm512_set1_epi32(int(0xffff0000));
     for (int part = 0; part < right.count; ++part, a += right.depth) {
         for (int k = 0; k < right.depth; k += 2) {
             const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
             fetch(b, far), fetch(b + 512, far);
-            const __m512i left = _mm512_loadu_si512(b), far = _mm512_loadu_si512(b + 512);
+            const __m512i w0 = _mm512_loadu_si512(b), w1 = _mm512_loadu_si512(b + 512);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i) {
-                const __m512 b0 = (__m512)(i ? _mm512_and_si512(left, second) : _mm512_slli_epi32(left, 16));
-                const __m512 b1 = (__m512)(i ? _mm512_and_si512(far, second) : _mm512_slli_epi32(far, 16));
+                const vf b0 = (vf)(i ? _mm512_and_si512(w0, second) : _mm512_slli_epi32(w0, 16));
+                const vf b1 = (vf)(i ? _mm512_and_si512(w1, second) : _mm512_slli_epi32(w1, 16));
 #pragma GCC unroll 16
                 for (int r = 0; r < N; ++r) {
-                    const __m512 x = _mm512_set1_ps(a[r * lda + k + i]);
-                    acc[r][0] = _mm512_fmadd_ps(x, b0, acc[r][0]);
-                    acc[r][1] = _mm512_fmadd_ps(x, b1, acc[r][1]);
+                    const vf x = splat(a[r * lda + k + i]);
+                    acc[r][0] += x * b0;
+                    acc[r][1] += x * b1;
                 }
             }
         }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < N; ++r) {
-        _mm512_storeu_ps(out + r * ld, acc[r][0]);
-        _mm512_storeu_ps(out + r * ld + VL, acc[r][1]);
-    }
+    end(acc, out, ld);
 }
 #endif
 

@@ -35,7 +35,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Layer:
-    """As `LayerWeights`; norms in float32, those of the hidden states times the root of its width."""
+    """As `LayerWeights`; norms in float32."""
 
     input_norm: Tensor
     qkv: Product
@@ -67,7 +67,7 @@ class PackedWeights:
         """From a Hugging Face state dict; see `load_weights` for what is refused."""
         dense = self._dense or FusedWeights(self._spec, self._device, self._dtype)
         dense.load(weights)
-        self.embedding, self.norm = dense.embedding, self._scaled(dense.norm)
+        self.embedding, self.norm = dense.embedding, dense.norm.float()
         self.head = self._product(dense.head, None)
         self.layers = [self._layer(dense, index) for index in range(self._spec.layers)]
         self.bytes = dense.bytes + (self._embedding_bytes if self.packs and self._spec.tied else 0)
@@ -79,21 +79,18 @@ class PackedWeights:
     def _embedding_bytes(self) -> int:
         return self.embedding.numel() * self.embedding.element_size()
 
-    def _scaled(self, norm: Tensor) -> Tensor:
-        return norm.float() * self._spec.hidden_size**0.5
-
     def _product(self, weight: Tensor, bias: Tensor | None) -> Product:
         return Product.of(weight.to(self.compute), None if bias is None else bias.to(self.compute), pack=self.packs)
 
     def _layer(self, dense: FusedWeights, index: int) -> Layer:
         layer = dense.layers[index]
         return Layer(
-            input_norm=self._scaled(layer.input_norm),
+            input_norm=layer.input_norm.float(),
             qkv=self._product(layer.qkv, layer.qkv_bias),
             q_norm=None if layer.q_norm is None else layer.q_norm.float(),
             k_norm=None if layer.k_norm is None else layer.k_norm.float(),
             output=self._product(layer.output, layer.output_bias),
-            mlp_norm=self._scaled(layer.mlp_norm),
+            mlp_norm=layer.mlp_norm.float(),
             gate_up=self._product(layer.gate_up, layer.gate_up_bias),
             down=self._product(layer.down, layer.down_bias),
         )

@@ -67,9 +67,9 @@ class Mixed:
 
     def peak(self, tokens: Tensor | None) -> Tensor | None:
         """-inf: nothing was found; None: by no token."""
-        if self._found is None or tokens is None:
-            return None if self._found is None else self._found[0]
-        return self._found[0].index_select(0, tokens)
+        if self._found is None:
+            return None
+        return self._found[0] if tokens is None else self._found[0].index_select(0, tokens)
 
     def add(self, tokens: Tensor | None, peak: Tensor, total: Tensor, values: Tensor) -> None:
         """`tokens` (None: all, in order) found this; `peak` is not below what it was."""
@@ -77,8 +77,8 @@ class Mixed:
             self._found = (peak, total, values)
             return
         if self._found is None:
-            zeros = torch.zeros(self._shape, device=self._device)
-            self._found = (torch.full_like(zeros[..., 0], -torch.inf), zeros[..., 0].clone(), zeros)
+            none, zeros = (torch.zeros(shape, device=self._device) for shape in (self._shape[:2], self._shape))
+            self._found = (torch.full_like(none, -torch.inf), none, zeros)
         held = [x if tokens is None else x.index_select(0, tokens) for x in self._found]
         fade = (held[0] - peak).exp_()
         total = torch.addcmul(total, held[1], fade)
@@ -106,10 +106,10 @@ class TorchModel:
         self._spec, self._device, self.dtype = spec, device, dtype
         self._weights = PackedWeights(spec, device, dtype)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
-        self._least_length = torch.tensor((spec.hidden_size * spec.norm_eps) ** 0.5, device=device)
         self._capacity = pages + 1
         self._kv = self._empty_cache()
-        self.path = f"torch on {device.type}, {str(dtype).removeprefix('torch.')}"
+        names = [str(t).removeprefix("torch.") for t in (dtype, self._weights.compute)]
+        self.path = f"torch on {device.type}, {names[0]}, products in {names[1]}"
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self._weights.load(weights)
@@ -159,7 +159,7 @@ class TorchModel:
         return self._forward(step).float()
 
     def _forward(self, step: Step) -> Tensor:
-        """Write KV; logits [L, vocabulary] in the model's dtype."""
+        """Write KV; logits [L, vocabulary] in the dtype of products."""
         owner = np.repeat(np.arange(len(step.member_start)), step.member_count)
         within = np.arange(len(step.ids)) - step.member_start[owner]
         turns = self._turns(step.member_position[owner] + within, step.last_position)
@@ -182,9 +182,7 @@ class TorchModel:
         return self._weights.head(last)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm (arXiv 1910.07467), `weight` times the root of the width: x / hypot(|x|, sqrt(width eps))."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / torch.hypot(length, self._least_length)).mul_(weight).to(self._weights.compute)
+        return rms_norm(x, weight, self._spec.norm_eps).to(self._weights.compute)
 
     def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
         """What `rotate` in model.py multiplies the halves of a head with, and the halves in each other's place:

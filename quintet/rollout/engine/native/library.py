@@ -11,7 +11,6 @@ from quintet.models.native.compile import loaded
 from quintet.models.native.unit import Unit
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "model.h", "attention.h", "sampler.h"))
-FLOAT32_UNITS = {1: "AVX2", 2: "AVX-512", 3: "AVX-512"}
 
 
 class Library:
@@ -46,7 +45,7 @@ class Library:
     @property
     def float32_unit(self) -> str:
         """The instructions that float32 products run on."""
-        return FLOAT32_UNITS[self.level]
+        return "AVX-512" if self.level >= 2 else "AVX2"
 
     def sample(self, logits: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """One token per row of float32 logits [rows, vocabulary], as in a step: int32 ids, float32 log-probabilities.
