@@ -12,6 +12,7 @@ print(result.summary["eval/accuracy_after"])
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,9 +138,10 @@ def _with_checkpoint(config: RunConfig, checkpoint: str | None) -> RunConfig:
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end, from a script or from inside a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    inside = False
+    with contextlib.suppress(RuntimeError):
+        inside = asyncio.get_running_loop() is not None
+    if not inside:  # not in an `except`: it would take the place of the context that an error of the work brings
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(asyncio.run, work).result()

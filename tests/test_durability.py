@@ -6,6 +6,7 @@ The killing is done by `durability_runs.py`. The default run kills at five momen
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import math
@@ -13,6 +14,7 @@ import random
 import shutil
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +274,31 @@ def test_a_run_whose_disk_fills_says_so_and_goes_on_when_there_is_room(
     assert runs(folder, with_eta(0)) == 0, runs.said()
     check_accounting(folder)
     assert final_digest(folder) == final_digest(straight)
+
+
+def engines_of_this_process() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "rollout-engine"}
+
+
+def test_the_disk_that_is_full_is_told_of_by_what_it_kept_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are closed on the way out want room too: what they raise must not hide the checkpoint that failed."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    closed: list[str] = []
+    close = SqliteJournal.close
+    engines_before = engines_of_this_process()
+    monkeypatch.setattr("quintet.train.checkpoint._save_tensors", full)
+    monkeypatch.setattr("quintet.observe.trace.ChromeTrace.close", full)
+    monkeypatch.setattr("quintet.train.worker.LocalTrainWorker.close", full)
+    monkeypatch.setattr(SqliteJournal, "close", lambda self: (close(self), closed.append("journal"), full()))
+    with pytest.raises(QuintetError, match="no room on the disk for checkpoint step-3; there is no older one"):
+        quintet.train(CONFIG, reward=low_digits, out=tmp_path / "run")
+    assert closed, "one part that cannot be closed keeps no other from it"
+    assert not engines_of_this_process() - engines_before
 
 
 # -- stopping, going on, forking -----------------------------------------------------------------------

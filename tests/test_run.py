@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 
 import quintet
 from quintet.observe.metrics import read_metrics
-from quintet.types import QuintetError
+from quintet.rollout.engine.fast import FastEngine
+from quintet.rollout.engine.sync import Finished
+from quintet.train.worker import LocalTrainWorker
+from quintet.types import ExperienceBatch, QuintetError, TrainMetrics
 from tests.small_recipe import SMALL, small
 
 
@@ -70,8 +74,31 @@ def test_a_finished_run_is_left_alone_and_another_config_is_refused(tmp_path: Pa
         quintet.train(small(steps=1, train={"lr": 0.5}), out=tmp_path / "run")
 
 
+def generating_lasts_until_an_update_runs(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    """Where one may run meanwhile: the tiny model's samples are else often finished before the next update begins."""
+    step, run_update = FastEngine.step, LocalTrainWorker._run_update
+    updating = threading.Event()
+
+    def patient_step(engine: FastEngine) -> list[Finished]:
+        updating.wait(patience_s)
+        return step(engine)
+
+    def noted_update(worker: LocalTrainWorker, batch: ExperienceBatch) -> TrainMetrics:
+        updating.set()
+        try:
+            return run_update(worker, batch)
+        finally:
+            updating.clear()
+
+    monkeypatch.setattr(FastEngine, "step", patient_step)
+    monkeypatch.setattr(LocalTrainWorker, "_run_update", noted_update)
+
+
 @pytest.mark.parametrize("eta", [0, 2])
-def test_the_reward_rises_and_staleness_stays_within_its_bound(tmp_path: Path, eta: int) -> None:
+def test_the_reward_rises_and_staleness_stays_within_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eta: int
+) -> None:
+    generating_lasts_until_an_update_runs(monkeypatch, 0.2 if eta else 0.01)
     config = small(
         steps=30, algorithm={"max_staleness": eta}, rollout={"group_size": 8}, data={"eval_size": 0}, train={"lr": 3e-3}
     )

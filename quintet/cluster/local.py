@@ -117,41 +117,39 @@ class LocalRun:
         self, base: Base, data: Data, reward: ManagedRewardService, checkpoint: Path | None, state: ControllerState
     ) -> None:
         model, rollout = await self._starting_policy(base, data, reward)
-        store = weight_store(self.config)
-        trace = ChromeTrace(self.folder.trace)
-        self._timeline = Timeline(trace)
-        if isinstance(self._engine, EngineWorker):  # engines of a user's own do not tell their phases
-            self._engine.on_span = self._timeline
-        train = LocalTrainWorker(
-            model,
-            tokenizer=base.tokenizer,
-            config=self.config.train,
-            algorithm=self._algorithm,
-            temperature=self.config.rollout.temperature,
-            total_steps=self.config.steps,
-            dtype=base.dtype,
-            store=store,
-            seed=self.config.seed,
-            on_span=self._timeline,
-            stopping=lambda: self._stop.is_set,
-            kernels=shared_kernels(self.config, model),
-        )
-        if checkpoint is not None:
-            await train.load_checkpoint(str(checkpoint))
-        published = await train.publish(state.version)
-        journal = self._keeper.open(checkpoint, published)
-        try:
+        async with contextlib.AsyncExitStack() as open_parts:  # each is closed, whatever another raises
+            trace = ChromeTrace(self.folder.trace)
+            open_parts.callback(trace.close)
+            self._timeline = Timeline(trace)
+            if isinstance(self._engine, EngineWorker):  # engines of a user's own do not tell their phases
+                self._engine.on_span = self._timeline
+            train = LocalTrainWorker(
+                model,
+                tokenizer=base.tokenizer,
+                config=self.config.train,
+                algorithm=self._algorithm,
+                temperature=self.config.rollout.temperature,
+                total_steps=self.config.steps,
+                dtype=base.dtype,
+                store=weight_store(self.config),
+                seed=self.config.seed,
+                on_span=self._timeline,
+                stopping=lambda: self._stop.is_set,
+                kernels=shared_kernels(self.config, model),
+            )
+            open_parts.push_async_callback(train.close)
+            open_parts.push_async_callback(rollout.close)  # type: ignore[attr-defined]
+            if checkpoint is not None:
+                await train.load_checkpoint(str(checkpoint))
+            published = await train.publish(state.version)
+            journal = self._keeper.open(checkpoint, published)
+            open_parts.callback(journal.close)
             await rollout.update_weights(published, state.version)
             journal.environment(self._environment(base))
             controller = self._controller(base, data, rollout, reward, train, journal, state)
             if state.step == 0 and "eval/accuracy_before" not in self._log.evals:
                 await self._evaluate("before", 0, 0, data, rollout, reward)
             await self._steps(controller, data, rollout, reward, train)
-        finally:
-            journal.close()
-            await rollout.close()  # type: ignore[attr-defined]
-            await train.close()
-            trace.close()
 
     async def _starting_policy(self, base: Base, data: Data, reward: RewardService) -> tuple[nn.Module, RolloutWorker]:
         """The policy that RL starts from, and a rollout worker; the warm start happens here, once."""
