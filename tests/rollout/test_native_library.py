@@ -76,12 +76,17 @@ def test_native_is_refused_off_the_cpu():
         choose_model(read_spec(MODEL.config), RolloutConfig(kernels="native"), torch.device("meta"), torch.float32)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e-5], ids=["", "large", "small"])
 @pytest.mark.parametrize("unit", Unit)
-def test_bf16_products_agree_with_float32_on_every_unit(unit):
+def test_bf16_products_agree_with_float32_on_every_unit(unit, size):
+    """Also of numbers beyond the range of fp16, between the two layers of the MLP."""
     library = load_library()
-    if not library.bf16 or (unit is Unit.TILES and library.unit is not Unit.TILES):
+    if not library.has(unit):
         pytest.skip("not on this processor")
     model, ids = make_model("llama-3-heads-per-kv"), torch.arange(2, 72)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data *= size
+        layer.mlp.down_proj.weight.data /= size
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         native = NativeModel(library, read_spec(model.config), dtype, pages=4, threads=2, unit=unit)

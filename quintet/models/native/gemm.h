@@ -1,5 +1,6 @@
 // Matrix products with packed weights. A matrix [N, K] is kept in panels of 2 x VL columns (N). float32:
-// [panel][K][2 VL]. bf16: [panel][K / 32][2][16][16][2], which is at once what an AMX tile and what `vdpbf16ps` read.
+// [panel][K][2 VL]. bf16: [panel][K / 32][2][16][16][2], which is at once what an AMX tile and what `vdpbf16ps` read;
+// fp16 lies in the same places.
 // A product is a loop over panels that threads take as they come free; each finished block of rows x panel goes where
 // it belongs, or through an epilogue while it is in the first-level cache.
 #pragma once
@@ -54,7 +55,8 @@ struct Matrix {
     typedef typename P::Act Act;
     int n = 0, k = 0, depth = 0, panels = 0;
     Act* data = nullptr;
-    std::vector<float> bias;  // empty, or one per packed column
+    std::vector<float> bias;   // empty, or one per packed column
+    std::vector<float> scale;  // of fp16 columns, else empty: powers of two that their numbers were divided by
     size_t size() const { return size_t(panels) * PANEL * depth; }
 
     void shape(int columns, int inner, bool with_bias) {
@@ -188,6 +190,66 @@ static inline void tile(const float* a, int lda, Right<bf16> right, float* out, 
 }
 #endif
 
+#ifdef QUINTET_FP16
+typedef _Float16 half;
+constexpr int RUN = 64;                // inner entries whose products are added up in fp16
+constexpr float FP16_UNIT = 0x1p112f;  // what fp16's bits, moved into a float32's place, have to be multiplied by
+
+// fp16 sums of the two halves of pairs, added to float32 sums in units of 1 / FP16_UNIT.
+static inline void add_sums(__m512h sums, float* out) {
+    asm volatile("" : "+v"(sums) : : "memory");  // one after the other: GCC would copy all of them first
+    const __m512h both = _mm512_add_ph(sums, (__m512h)_mm512_rol_epi32((__m512i)sums, 16));
+    const __m512i kept = _mm512_set1_epi32(int(0x8fffe000));  // sign, exponent and fraction in their new place
+    store(out, load(out) + (vf)_mm512_and_si512(_mm512_srai_epi32((__m512i)both, 3), kept));
+}
+
+// The same from rows and columns of fp16: twice the products of float32 in an instruction. Sums of RUN products are
+// exact enough (their rounding is half of that of a row to bf16); the sums of sums are float32.
+template <int N>
+static inline void tile(const half* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
+    for (int r = 0; r < N && !onto; ++r) store(out + r * ld, vf{}), store(out + r * ld + VL, vf{});
+    for (int part = 0; part < right.count; ++part, a += right.depth) {
+        for (int from = 0; from < right.depth; from += RUN) {
+            __m512h acc[N][2];
+#pragma GCC unroll 16
+            for (int r = 0; r < N; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
+            const int end = std::min(right.depth, from + RUN);
+            for (int k = from; k < end; k += 2) {
+                const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+                fetch(b, far), fetch(b + 512, far);
+                const __m512h b0 = (__m512h)pairs(b), b1 = (__m512h)pairs(b + 512);
+#pragma GCC unroll 16
+                for (int r = 0; r < N; ++r) {
+                    const __m512h x = (__m512h)pair(reinterpret_cast<const bf16*>(a + r * lda + k));
+                    acc[r][0] = _mm512_fmadd_ph(x, b0, acc[r][0]);
+                    acc[r][1] = _mm512_fmadd_ph(x, b1, acc[r][1]);
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < N; ++r) add_sums(acc[r][0], out + r * ld), add_sums(acc[r][1], out + r * ld + VL);
+        }
+    }
+}
+
+// A power of two that brings numbers of this size into [0.5, 1).
+static inline float size_of(float largest) {
+    int exponent = 0;
+    if (largest > 0 && largest < INFINITY) std::frexp(largest, &exponent);
+    return std::ldexp(1.0f, std::max(exponent, -100));
+}
+
+// A row by what its largest number becomes less than 512: RUN products with numbers below 1 then stay far from fp16's
+// end, and what is lost at its other end is 2^-33 of that number. Returns what the results are to be multiplied by.
+static inline float halve_row(const float* from, int n, half* to) {
+    vf top = {};
+    for (int i = 0; i < n; i += VL) top = vmax(top, (vf)_mm512_abs_ps((__m512)load(from + i)));
+    const float unit = size_of(largest(top)) / 512;
+    for (int i = 0; i < n; i += VL)
+        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtps_ph((__m512)(load(from + i) * (1.0f / unit)), 0));
+    return unit;
+}
+#endif
+
 // The last rows, N at most, in one tile: a row by itself would wait for the end of every sum.
 template <int N, class Left, class Act>
 static inline void rest(const Left* a, int lda, int rows, Right<Act> right, Out out, int far) {
@@ -269,10 +331,10 @@ static inline void block(const bf16* a, int lda, int rows, Right<bf16> right, Ou
 }
 #endif
 
-// Tasks are runs of panels, so that the next panel can be fetched
-// while one is computed: a panel comes from memory once and its computing time is of the order of that transfer.
-template <class P, class Left, class Finish>
-static void by_panels(Pool& pool, const Left* a, int lda, int rows, const Matrix<P>& w, Unit unit, Finish finish) {
+// Tasks are runs of panels, so that the next panel can be fetched while one is computed: a panel comes from memory once
+// and its computing time is of the order of that transfer. multiply(first row, rows, panel, out, ahead).
+template <class P, class Finish, class Multiply>
+static void by_panels(Pool& pool, int rows, const Matrix<P>& w, Unit unit, Finish finish, Multiply multiply) {
     const int chunks = (rows + ROWS - 1) / ROWS, run = std::max(1, std::min(8, w.panels / 16));
     const int runs = (w.panels + run - 1) / run, steps = std::max(1, w.depth / 32);
     pool.run(chunks * runs, [&](int task, int) {
@@ -284,36 +346,68 @@ static void by_panels(Pool& pool, const Left* a, int lda, int rows, const Matrix
         const int lines = w.depth * PANEL * int(sizeof(typename P::Act)) / 64;
         const int blocks = (last - first + BLOCK - 1) / BLOCK;
         for (int p = begin; p < end; ++p) {
-            const typename P::Act* panel = w.panel(p);
             const char* next = reinterpret_cast<const char*>(w.panel(p + 1));
             const int each = p + 1 < end ? (lines + blocks * steps - 1) / (blocks * steps) : 0;
             for (int r = first; r < last; r += BLOCK, next += size_t(each) * steps * 64)
                 finish.template run<P>(r, std::min(BLOCK, last - r), p, [&](int count, Out out) {
-                    block(a + size_t(r) * lda, lda, count, {&panel, 1, w.depth}, out, unit, {next, each, FAR});
+                    multiply(r, count, p, out, Ahead{next, each, FAR});
                 });
         }
     });
 }
 
-// What a model multiplies with; the memory is for rows that are widened.
+// What a model multiplies with; the memory is for rows in another form.
 struct Multiplier {
     Unit unit;
-    Buffer<float> wide;
+    Buffer<float> wide;        // widened rows, or of fp16 rows what their results are to be multiplied by
+    Buffer<uint16_t> halves;   // fp16 rows
 };
 
+template <class P, class Left, class Finish>
+static void plain_product(Pool& pool, const Left* a, int lda, int rows, const Matrix<P>& w, Unit unit, Finish finish) {
+    by_panels<P>(pool, rows, w, unit, finish, [&](int row, int count, int p, Out out, Ahead ahead) {
+        const typename P::Act* panel = w.panel(p);
+        block(a + size_t(row) * lda, lda, count, {&panel, 1, w.depth}, out, unit, ahead);
+    });
+}
+
 template <class P, class Finish>
-static void product(Pool& pool, const typename P::Act* a, int lda, int rows, const Matrix<P>& w, Multiplier& by,
+static void product(Pool& pool, const typename P::Row* a, int lda, int rows, const Matrix<P>& w, Multiplier& by,
                     Finish finish) {
-#ifdef QUINTET_BF16
     if constexpr (P::PAIRED)
         if (by.unit == WIDE) {
             by.wide.reserve(size_t(rows) * w.depth);
             pool.run_many(rows, [&](int r, int) { widen_row(a + size_t(r) * lda, w.depth, &by.wide[size_t(r) * w.depth]); });
-            return by_panels<P>(pool, by.wide.data(), w.depth, rows, w, WIDE, finish);
+            return plain_product(pool, by.wide.data(), w.depth, rows, w, WIDE, finish);
         }
-#endif
-    by_panels<P>(pool, a, lda, rows, w, by.unit, finish);
+    plain_product(pool, a, lda, rows, w, by.unit, finish);
 }
+
+#ifdef QUINTET_FP16
+template <class Finish>
+static void product(Pool& pool, const float* a, int lda, int rows, const Matrix<FP16>& w, Multiplier& by, Finish finish) {
+    by.halves.reserve(size_t(rows) * w.depth);
+    by.wide.reserve(rows);
+    half* const halves = reinterpret_cast<half*>(by.halves.data());
+    float* const units = by.wide.data();
+    pool.run_many(rows, [&](int r, int) {
+        units[r] = halve_row(a + size_t(r) * lda, w.depth, halves + size_t(r) * w.depth);
+    });
+    by_panels(pool, rows, w, HALVES, finish, [&](int row, int count, int p, Out out, Ahead ahead) {
+        alignas(64) float sums[BLOCK * PANEL];
+        const bf16* panel = w.panel(p);
+        const half* from = halves + size_t(row) * w.depth;
+        by_vectors<TALL_WIDE>(from, w.depth, count, Right<bf16>{&panel, 1, w.depth}, {sums, PANEL, false}, ahead.bytes);
+        const float* scale = w.scale.data() + size_t(p) * PANEL;
+        for (int r = 0; r < count; ++r)
+            for (int c = 0; c < PANEL; c += VL) {
+                float* to = out.at + r * out.ld + c;
+                const vf product = load(sums + r * PANEL + c) * FP16_UNIT * units[row + r] * load(scale + c);
+                store(to, out.onto ? load(to) + product : product);
+            }
+    });
+}
+#endif
 
 static inline void add_bias(const std::vector<float>& bias, int rows, int p, Out out) {
     if (bias.empty()) return;
@@ -338,9 +432,9 @@ struct Into {
 };
 
 // The panel holds VL gates and their VL ups: to[row] = SiLU(gate) * up.
-template <class Act>
+template <class Row>
 struct Gate {
-    Act* to;
+    Row* to;
     int ld;
     const std::vector<float>& bias;
     template <class P, class Block>

@@ -24,6 +24,9 @@ constexpr int VL = 8;
 #if defined(QUINTET_BF16) && defined(__AMX_BF16__)
 #define QUINTET_AMX 1
 #endif
+#if defined(QUINTET_BF16) && defined(__AVX512FP16__)
+#define QUINTET_FP16 1
+#endif
 
 constexpr int PANEL = 2 * VL;  // columns of a packed matrix that are computed together
 constexpr int PAGE = 32;       // tokens of a KV page
@@ -97,12 +100,13 @@ static inline bf16 narrow(float f) {  // to nearest, ties to even
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// How numbers are kept between matrix products: Act, and DEPTH = what the inner size of a product is padded to.
+// How numbers are kept: Act, between matrix products Row; and DEPTH = what the inner size of a product is padded to.
 struct F32 {
-    typedef float Act;
+    typedef float Act, Row;
     static constexpr int DEPTH = VL;
     static constexpr bool PAIRED = false;
     static inline void put(float* p, vf v) { store(p, v); }
+    static inline void put(float* p, float x) { *p = x; }
     static inline float one(float x) { return x; }
     static inline float get(float x) { return x; }
 };
@@ -116,20 +120,32 @@ static inline __m512bh pair(const bf16* p) {
 }
 
 struct BF16 {
-    typedef bf16 Act;
+    typedef bf16 Act, Row;
     static constexpr int DEPTH = 32;
     static constexpr bool PAIRED = true;
     static inline void put(bf16* p, vf v) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
     }
+    static inline void put(bf16* p, float x) { *p = narrow(x); }
     static inline bf16 one(float x) { return narrow(x); }
     static inline float get(bf16 x) { return widen(x); }
 };
 #endif
 
-// What bf16 products run on: pairs by vectors (`vdpbf16ps`), AMX tiles, or float32 vectors, the numbers widened on the
-// way. As enum values they are passed to and from Python.
-enum Unit : int32_t { PAIRS, TILES, WIDE };
+#ifdef QUINTET_FP16
+// bf16 whose products with packed weights are computed in fp16: rows are rounded once, to that.
+struct FP16 : BF16 {
+    typedef float Row;
+    using BF16::put;
+    static inline void put(float* p, vf v) { store(p, v); }
+    static inline void put(float* p, float x) { *p = x; }
+};
+#endif
+
+// What bf16 products run on: pairs by vectors (`vdpbf16ps`), AMX tiles, float32 vectors, the numbers widened on the
+// way, or fp16 vectors (gemm.h), for products with packed weights only. As enum values they are passed to and from
+// Python.
+enum Unit : int32_t { PAIRS, TILES, WIDE, HALVES };
 
 // Ask Linux for the use of AMX tiles (ARCH_REQ_XCOMP_PERM of XTILEDATA).
 static inline bool request_amx() {
@@ -141,41 +157,58 @@ static inline bool request_amx() {
 }
 
 #ifdef QUINTET_BF16
-// Whether float32 vectors do the same products in clearly less time than pairs: on Zen 4 they take twice as long, on
-// Intel's processors half as long. Takes 0.2 ms.
-static inline bool wide_is_faster() {
-    auto shortest = [](auto multiply) {
-        double best = 1e9;
-        for (int turn = 0; turn < 10; ++turn) {
-            const auto began = std::chrono::steady_clock::now();
-            for (int i = 0; i < 1000; ++i) multiply();
-            best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
-        }
-        return best;
-    };
-    __m512 sums[16] = {};
-    __m512 x = _mm512_set1_ps(1.0f);
-    const double by_pairs = shortest([&] {
-        asm volatile("" : "+v"(x));
+// Seconds of 1,000 times 16 instructions that add to 16 sums of their own.
+template <class Sum, class Multiply>
+static inline double seconds_of(Multiply multiply) {
+    Sum sums[16] = {};
+    double best = 1e9;
+    for (int turn = 0; turn < 10; ++turn) {
+        const auto began = std::chrono::steady_clock::now();
+        for (int i = 0; i < 1000; ++i) {
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)x, (__m512bh)x);
-    });
-    const double widened = shortest([&] {
-        asm volatile("" : "+v"(x));
-#pragma GCC unroll 32
-        for (int i = 0; i < 32; ++i) sums[i % 16] = _mm512_fmadd_ps(x, x, sums[i % 16]);
-    });
-    for (__m512& sum : sums) asm volatile("" : : "v"(sum));
-    return widened < 0.8 * by_pairs;
+            for (int j = 0; j < 16; ++j) sums[j] = multiply(sums[j]);
+        }
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    for (Sum& sum : sums) asm volatile("" : : "v"(sum));
+    return best;
+}
+
+// The vector unit that does the same products in clearly less time than pairs do: on Zen 4 float32 vectors take twice
+// as long, on Intel's processors half as long, and fp16 vectors half of that. Takes 0.3 ms.
+static inline Unit fastest_vectors(bool weights) {
+    __m512 x = _mm512_set1_ps(1.0f);
+    asm volatile("" : "+v"(x));  // nothing is known of it when this is compiled
+    double best = 0.8 * seconds_of<__m512>([x](__m512 s) { return _mm512_dpbf16_ps(s, (__m512bh)x, (__m512bh)x); });
+    Unit unit = PAIRS;
+    const double wide = 2 * seconds_of<__m512>([x](__m512 s) { return _mm512_fmadd_ps(x, x, s); });
+    if (wide < best) best = 0.8 * wide, unit = WIDE;
+#ifdef QUINTET_FP16
+    const double halves = seconds_of<__m512h>([x](__m512h s) { return _mm512_fmadd_ph((__m512h)x, (__m512h)x, s); });
+    if (weights && halves < best) unit = HALVES;
+#endif
+    return unit;
 }
 #endif
 
-static inline Unit fastest_unit() {
+// Of products with packed weights, or of those whose both sides are bf16 as they are.
+static inline Unit fastest_unit(bool weights) {
     if (request_amx()) return TILES;
 #ifdef QUINTET_BF16
-    if (wide_is_faster()) return WIDE;
+    return fastest_vectors(weights);
 #endif
     return PAIRS;
+}
+
+// Whether products can run on it here.
+static inline bool has_unit(Unit unit) {
+#ifdef QUINTET_FP16
+    if (unit == HALVES) return true;
+#endif
+#ifdef QUINTET_BF16
+    return unit == TILES ? request_amx() : unit != HALVES;
+#endif
+    return false;
 }
 
 static inline int up(int n, int to) { return (n + to - 1) / to * to; }

@@ -11,6 +11,7 @@ class Unit(IntEnum):
     PAIRS = 0
     TILES = 1
     WIDE = 2
+    HALVES = 3
 
     def __str__(self) -> str:
-        return ("AVX-512 bf16", "AMX bf16", "AVX-512, bf16 widened")[self]
+        return ("AVX-512 bf16", "AMX bf16", "AVX-512, bf16 widened", "AVX-512 fp16")[self]

@@ -34,7 +34,7 @@ int quintet_low() {
 #endif
 }
 
-int quintet_unit() { return fastest_unit(); }
+int quintet_unit() { return fastest_unit(false); }
 
 int quintet_parts() { return PARTS; }
 

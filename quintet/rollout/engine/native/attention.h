@@ -121,12 +121,12 @@ struct Attention {
         }
     }
 
-    void finish(Scratch<P>& s, int row, Act* to, int head_dim) const {
+    void finish(Scratch<P>& s, int row, typename P::Row* to, int head_dim) const {
         const float scale = 1.0f / s.total[row];
         const float* from = s.out.data() + size_t(row) * width;
         int d = 0;
         for (; d + VL <= head_dim; d += VL) P::put(to + d, load(from + d) * scale);
-        for (; d < head_dim; ++d) to[d] = P::one(from[d] * scale);
+        for (; d < head_dim; ++d) P::put(to + d, from[d] * scale);
     }
 
   private:

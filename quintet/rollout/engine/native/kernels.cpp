@@ -15,12 +15,17 @@ int quintet_level() {
 #endif
 }
 
-int quintet_unit() { return fastest_unit(); }
+int quintet_unit() { return fastest_unit(true); }
+
+int quintet_has_unit(int unit) { return has_unit(Unit(unit)); }
 
 int quintet_page() { return PAGE; }
 
 void* quintet_open(const Spec* spec, int use_bf16) {
     try {
+#ifdef QUINTET_FP16
+        if (use_bf16 && spec->unit == HALVES) return static_cast<Decoder*>(new Model<FP16>(*spec));
+#endif
 #ifdef QUINTET_BF16
         if (use_bf16) return static_cast<Decoder*>(new Model<BF16>(*spec));
 #endif

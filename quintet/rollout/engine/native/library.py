@@ -42,6 +42,10 @@ class Library:
     def bf16(self) -> bool:
         return self.level >= 3
 
+    def has(self, unit: Unit) -> bool:
+        """Whether bf16 products can run on it here."""
+        return bool(self.c.quintet_has_unit(int(unit)))
+
     @property
     def float32_unit(self) -> str:
         """The instructions that float32 products run on."""

@@ -54,6 +54,7 @@ struct Task {  // attention of consecutive tokens of one group under one KV head
 template <class P>
 class Model : public Decoder {
     typedef typename P::Act Act;
+    typedef typename P::Row Row;
     struct Layer {
         Matrix<P> qkv, output, gate_up, down;
         std::vector<float> input_norm, mlp_norm, q_norm, k_norm;
@@ -72,7 +73,8 @@ class Model : public Decoder {
     // Of the step in progress. Row strides: residual and fused are whole panels, the rest whole inner blocks.
     int capacity = 0, width_x, width_in, width_fused, width_q, width_hidden, width_logits;
     Buffer<float> residual, fused, logits;
-    Buffer<Act> normed, queries, mixed, hidden;
+    Buffer<Act> queries;
+    Buffer<Row> normed, mixed, hidden;
     std::vector<Task> tasks;
     std::vector<int> member_of;
     std::vector<Scratch<P>> scratch;
@@ -81,10 +83,10 @@ class Model : public Decoder {
 
   public:
     explicit Model(const Spec& s)
-        : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads),
+        : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads),
           pool(s.threads) {
         const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
-        attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit};
+        attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit == HALVES ? WIDE : by.unit};
         width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
         width_fused = up(inner + 2 * kv, PANEL), width_q = up(inner, P::DEPTH);
         width_hidden = up(spec.intermediate, std::max(VL, P::DEPTH)), width_logits = up(spec.vocabulary, PANEL);
@@ -184,7 +186,7 @@ class Model : public Decoder {
             product(pool, normed.data(), width_in, rows, l.qkv, by, Into{fused.data(), width_fused, false, l.qkv.bias});
             product(pool, mixed.data(), width_q, rows, l.output, by, Into{residual.data(), width_x, true, l.output.bias});
             product(pool, normed.data(), width_in, rows, l.gate_up, by,
-                    Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+                    Gate<Row>{hidden.data(), width_hidden, l.gate_up.bias});
             product(pool, hidden.data(), width_hidden, rows, l.down, by,
                     Into{residual.data(), width_x, true, l.down.bias});
         }
@@ -228,9 +230,31 @@ class Model : public Decoder {
             for (int i = 0; i < rows; ++i) m.bias[column(i)] = entry(from, from_bf16, i);
             return;
         }
+        if (by.unit == HALVES) m.scale.resize(size_t(m.panels) * PANEL);
         pool.run_many(rows, [&](int i, int) {
-            for (int k = 0; k < m.k; ++k) m.set(column(i), k, P::one(entry(from, from_bf16, size_t(i) * m.k + k)));
+            const int c = column(i);
+            const auto number = [&](int k) { return P::one(entry(from, from_bf16, size_t(i) * m.k + k)); };
+            if (by.unit == HALVES) return halve(m, c, number);
+            for (int k = 0; k < m.k; ++k) m.set(c, k, number(k));
         });
+    }
+
+    // A column of bf16 numbers as fp16 ones below 1 and their scale.
+    template <class Number>
+    static void halve([[maybe_unused]] Matrix<P>& m, [[maybe_unused]] int column, [[maybe_unused]] Number number) {
+#ifdef QUINTET_FP16
+        if constexpr (P::PAIRED) {
+            float largest = 0;
+            for (int k = 0; k < m.k; ++k) largest = std::max(largest, std::fabs(widen(number(k))));
+            m.scale[column] = size_of(largest);
+            for (int k = 0; k < m.k; ++k) {
+                const half x = half(widen(number(k)) / m.scale[column]);
+                Act bits;
+                memcpy(&bits, &x, sizeof bits);
+                m.set(column, k, bits);
+            }
+        }
+#endif
     }
 
     // Room for `tokens` rows and the rows that a block may touch beyond them.
@@ -280,12 +304,12 @@ class Model : public Decoder {
         product(pool, mixed.data(), width_q, n, l.output, by, Into{residual.data(), width_x, true, l.output.bias});
         normalise(n, l.mlp_norm);
         product(pool, normed.data(), width_in, n, l.gate_up, by,
-                Gate<Act>{hidden.data(), width_hidden, l.gate_up.bias});
+                Gate<Row>{hidden.data(), width_hidden, l.gate_up.bias});
         product(pool, hidden.data(), width_hidden, n, l.down, by, Into{residual.data(), width_x, true, l.down.bias});
     }
 
     // RMS normalisation in float32 (arXiv 1910.07467).
-    void normalise_row(const float* x, const std::vector<float>& weight, Act* to) const {
+    void normalise_row(const float* x, const std::vector<float>& weight, Row* to) const {
         vf squares = {};
         int i = 0;
         for (; i + VL <= spec.hidden; i += VL) squares += load(x + i) * load(x + i);
@@ -293,7 +317,7 @@ class Model : public Decoder {
         for (; i < spec.hidden; ++i) total += x[i] * x[i];
         const float scale = 1.0f / std::sqrt(total / spec.hidden + spec.norm_eps);
         for (i = 0; i + VL <= spec.hidden; i += VL) P::put(to + i, load(x + i) * scale * load(&weight[i]));
-        for (; i < spec.hidden; ++i) to[i] = P::one(x[i] * scale * weight[i]);
+        for (; i < spec.hidden; ++i) P::put(to + i, x[i] * scale * weight[i]);
     }
 
     void normalise(int tokens, const std::vector<float>& weight) {
@@ -327,7 +351,7 @@ class Model : public Decoder {
     static void put_scaled(const float* x, float scale, Act* to, int n) {
         int i = 0;
         for (; i + VL <= n; i += VL) P::put(to + i, load(x + i) * scale);
-        for (; i < n; ++i) to[i] = P::one(x[i] * scale);
+        for (; i < n; ++i) P::put(to + i, x[i] * scale);
     }
 
     // Members of several tokens, before any of them is attended to; others when their task comes to them.
