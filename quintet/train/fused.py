@@ -65,7 +65,7 @@ class FusedDecoder:
         self._decoder, self._recompute, self._native = decoder, recompute, native
         self._gradients, weights = gradients, Workspace()
         self._norm = _Norm(decoder.norm, self._gradients)
-        self._layers = [_Layer(layer, model.config, self._gradients, weights) for layer in decoder.layers]
+        self._layers = [_Layer(layer, model.config, self._gradients, weights, native) for layer in decoder.layers]
         self.pool = WorkspacePool()
 
     def __call__(self, row: PackedRow, dtype: torch.dtype) -> Tensor:
@@ -187,7 +187,9 @@ class _Norm:
 class _Layer:
     """Attention and feed-forward block of one layer."""
 
-    def __init__(self, module: nn.Module, config: Any, gradients: Gradients, weights: Workspace) -> None:
+    def __init__(
+        self, module: nn.Module, config: Any, gradients: Gradients, weights: Workspace, native: Library | None
+    ) -> None:
         layer: Any = module
         attn, mlp = layer.self_attn, layer.mlp
         size = attn.head_dim
@@ -197,7 +199,7 @@ class _Layer:
         self._head_norms = [_Norm(getattr(attn, f"{n}_norm"), gradients) for n in "qk"] if _has_head_norms(attn) else []
 
         def linears(*modules: nn.Module) -> Linears:
-            return Linears(modules, gradients, weights)
+            return Linears(modules, gradients, weights, native)
 
         self._qkv = linears(attn.q_proj, attn.k_proj, attn.v_proj)
         self._output = linears(attn.o_proj)

@@ -3,7 +3,7 @@
 Weights are cast to the compute dtype once per optimizer step, not once per micro-batch, and gradients are added to
 `.grad` where they are made: autograd would allocate every one of them anew. LoRA's adapters are added to the weights
 then too, W + scale B A in float32 before the cast, as they are for the engine; so a forward pass costs what it costs
-without them, and their own products are four narrow ones in the backward pass.
+without them, and their own products are four narrow ones in the backward pass. C++ kernels do both where there are any.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from quintet.models.lora import Adapter, LinearParts, linear_parts
+from quintet.train.native.adapters import adapters_backward, merge
+from quintet.train.native.library import Library
 from quintet.train.workspace import Gradients, Workspace
 
 
@@ -28,8 +30,10 @@ class _Weights(NamedTuple):
 class Linears:
     """One or more linear layers (plain, or LoRA around a plain one) over the same input, their outputs side by side."""
 
-    def __init__(self, modules: Sequence[nn.Module], gradients: Gradients, weights: Workspace) -> None:
-        self._modules = modules
+    def __init__(
+        self, modules: Sequence[nn.Module], gradients: Gradients, weights: Workspace, native: Library | None
+    ) -> None:
+        self._modules, self._native = modules, native
         self._gradients, self._weights = gradients, weights
         self._copies: dict[str, tuple[object, Tensor]] = {}
         self.width = sum(part.base.out_features for part in self._parts())
@@ -55,6 +59,9 @@ class Linears:
         return out_TI
 
     def _adapters_backward(self, parts: Sequence[LinearParts], x_TI: Tensor, grad_TO: Tensor) -> None:
+        if self._native is not None:
+            placed = [(adapter, rows.start) for adapter, rows, _ in _blocks(parts)]
+            return adapters_backward(self._native, x_TI, grad_TO, placed, self._gradients)
         downs = [a.down for p in parts for a in p.adapters]
         down_RI, up_OR = self._joined("down", downs, x_TI.dtype), self._block_diagonal(parts, x_TI.dtype)
         self._add_split(downs, (grad_TO @ up_OR).t() @ x_TI)
@@ -92,6 +99,9 @@ class Linears:
         def fill(kept: Tensor) -> None:
             for rows, part in zip(kept.split([p.base.out_features for p in parts]), parts, strict=True):
                 total_OI = part.base.weight.detach()
+                if self._native is not None:
+                    merge(self._native, total_OI, part.adapters, rows)
+                    continue
                 for adapter in part.adapters:
                     factors = (adapter.up.detach().float(), adapter.down.detach().float())
                     scratch_OI = self._weights.scratch("merged", rows.shape, torch.float32)

@@ -91,9 +91,13 @@ class Gradients:
 
     def add_rows(self, parameter: Tensor, rows_T: Tensor, values_TD: Tensor) -> None:
         """To row `rows_T[t]` of a matrix, `values_TD[t]`."""
+        self.begun(parameter).index_add_(0, rows_T, values_TD)
+
+    def begun(self, parameter: Tensor) -> Tensor:
+        """`.grad` for others to add to; zeros where there was none."""
         if parameter.grad is None:
             parameter.grad = self._memory(parameter).zero_()
-        parameter.grad.index_add_(0, rows_T, values_TD)
+        return parameter.grad
 
     def _memory(self, parameter: Tensor) -> Tensor:
         kept = self._kept.get(id(parameter))

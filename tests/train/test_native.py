@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from quintet.models.lora import Adapter
 from quintet.models.native.compile import NativeUnavailable
 from quintet.train.forward import PolicyForward
 from quintet.train.fused_attention import Heads
 from quintet.train.fused_ops import Ops, TorchOps
+from quintet.train.native.adapters import adapters_backward, merge
 from quintet.train.native.library import Library, choose_library, load_library
 from quintet.train.native.ops import NativeOps
 from quintet.train.packing import PackedRow, TokenSample, pack
-from quintet.train.workspace import Workspace
+from quintet.train.workspace import Gradients, Workspace
 from quintet.types import QuintetError
 from tests.train.helpers import random_samples, tiny_model
 
@@ -189,6 +191,94 @@ def test_bits_do_not_depend_on_the_number_of_threads(library: Library, dtype: to
         assert sums is not None
         results.append((*attend(native, row, heads, qkv, grad), sums))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def adapter(inputs: int, outputs: int, rank: int, scale: float = 0.5) -> Adapter:
+    return Adapter(torch.randn(rank, inputs, requires_grad=True), torch.randn(outputs, rank, requires_grad=True), scale)
+
+
+def expected_grads(x: Tensor, grad: Tensor, one: Adapter, first: int) -> tuple[Tensor, Tensor]:
+    """Of `down` and `up`, float64."""
+    x, g = x.double(), grad[:, first : first + len(one.up)].double()
+    down, up = one.down.detach().double(), one.up.detach().double()
+    return one.scale * (g @ up).t() @ x, one.scale * g.t() @ (x @ down.t())
+
+
+def assert_near(found: Tensor | None, expected: Tensor, tolerance: float) -> None:
+    assert found is not None
+    assert float((found.double() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+ADAPTED = [  # rows, inputs, each adapter's outputs and rank
+    (1, 3, [(5, 1)]),
+    (17, 31, [(33, 8)]),
+    (130, 576, [(576, 16), (192, 16), (192, 16)]),
+    (67, 515, [(129, 40), (1031, 7)]),
+    (200, 1536, [(576, 32)]),
+]
+
+
+@pytest.mark.parametrize("shape", ADAPTED, ids=str)
+def test_gradients_of_adapters(
+    library: Library, dtype: torch.dtype, shape: tuple[int, int, list[tuple[int, int]]]
+) -> None:
+    """Sums are float32 whatever the dtype of what goes in; a second call adds to them."""
+    rows, inputs, layers = shape
+    adapters = [adapter(inputs, outputs, rank, 0.5 + i) for i, (outputs, rank) in enumerate(layers)]
+    firsts = [sum(outputs for outputs, _ in layers[:i]) for i in range(len(layers))]
+    x, grad = torch.randn(rows, inputs).to(dtype), torch.randn(rows, sum(o for o, _ in layers)).to(dtype)
+    gradients = Gradients()
+    for times in (1, 2):
+        adapters_backward(library, x, grad, list(zip(adapters, firsts, strict=True)), gradients)
+        for one, first in zip(adapters, firsts, strict=True):
+            for parameter, expected in zip(one[:2], expected_grads(x, grad, one, first), strict=True):
+                assert_near(parameter.grad, times * expected, 2e-6)
+
+
+def test_two_adapters_of_one_layer_and_frozen_factors(library: Library, dtype: torch.dtype) -> None:
+    adapters = [adapter(48, 40, 4), adapter(48, 40, 20)]
+    adapters[0].down.requires_grad_(False)
+    adapters[1].up.requires_grad_(False)
+    x, grad = torch.randn(50, 48).to(dtype), torch.randn(50, 40).to(dtype)
+    adapters_backward(library, x, grad, [(one, 0) for one in adapters], Gradients())
+    assert adapters[0].down.grad is None and adapters[1].up.grad is None
+    assert_near(adapters[0].up.grad, expected_grads(x, grad, adapters[0], 0)[1], 2e-6)
+    assert_near(adapters[1].down.grad, expected_grads(x, grad, adapters[1], 0)[0], 2e-6)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bits_of_adapters_do_not_depend_on_the_number_of_threads(library: Library, dtype: torch.dtype) -> None:
+    one, x, grad = adapter(300, 200, 16), torch.randn(150, 300).to(dtype), torch.randn(150, 200).to(dtype)
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        one.down.grad = one.up.grad = None
+        adapters_backward(library, x, grad, [(one, 0)], Gradients())
+        assert one.down.grad is not None and one.up.grad is not None
+        results.append((one.down.grad, one.up.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_nan_does_not_come_back_through_adapters(library: Library, dtype: torch.dtype) -> None:
+    for value in (torch.nan, 1.0):
+        one, rows = adapter(70, 90, 5), 40 if value != 1.0 else 7
+        x, grad = torch.full((rows, 70), value, dtype=dtype), torch.full((rows, 90), value, dtype=dtype)
+        adapters_backward(library, x, grad, [(one, 0)], Gradients())
+    assert one.down.grad is not None and one.up.grad is not None
+    assert one.down.grad.isfinite().all() and one.up.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (8, 32), (37, 71), (192, 576)])
+@pytest.mark.parametrize("ranks", [[], [1], [16], [8, 40]], ids=str)
+def test_weights_with_their_adapters(
+    library: Library, dtype: torch.dtype, shape: tuple[int, int], ranks: list[int]
+) -> None:
+    outputs, inputs = shape
+    base, out = torch.randn(shape), torch.full(shape, torch.nan, dtype=dtype)
+    adapters = [adapter(inputs, outputs, rank, 0.3 + i) for i, rank in enumerate(ranks)]
+    merge(library, base, adapters, out)
+    expected = base.double() + sum(a.scale * (a.up @ a.down).detach().double() for a in adapters)
+    assert_near(out, expected, 1e-6 if dtype == torch.float32 else 2.0**-8)
 
 
 def test_the_choice(library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 // What Python calls (ctypes, see library.py). `low`: numbers between matrix products are bf16, else float32.
 
+#include "adapters.h"
 #include "segments.h"
 
 // F<BF16>(arguments) or F<F32>(arguments), the numbers cast to match
@@ -81,6 +82,16 @@ void quintet_head_gradient(Team team, int low, int rows, int vocabulary, void* l
                            const float* grad_entropy) {
     EITHER(low, head_gradient<P>(team, rows, vocabulary, OUT(logits), factor, target, lse, entropy, grad_logprob,
                                  grad_entropy))
+}
+
+void quintet_adapters_backward(Team team, int low, int rows, int inputs, int outputs, const void* x, const void* grad,
+                               const Adapter* adapters, int n) {
+    EITHER(low, adapters_backward<P>(team, rows, inputs, outputs, IN(x), IN(grad), adapters, n))
+}
+
+void quintet_merge(Team team, int low, int outputs, int inputs, const float* base, const Adapter* adapters, int n,
+                   void* out) {
+    EITHER(low, merge<P>(team, outputs, inputs, base, adapters, n, OUT(out)))
 }
 
 void quintet_attention(Team team, int low, int unit, Heads heads, const void* qkv, const Span* spans,

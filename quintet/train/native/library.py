@@ -18,13 +18,23 @@ from quintet.types import QuintetError
 
 _log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("kernels.cpp", "segments.h", "rows.h", "team.h"))
+SOURCES = tuple(
+    Path(__file__).parent / name for name in ("kernels.cpp", "segments.h", "adapters.h", "rows.h", "team.h")
+)
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
 class CHeads(ctypes.Structure):
     _fields_ = [("queries", ctypes.c_int32), ("keys", ctypes.c_int32), ("size", ctypes.c_int32), ("scale", _F)]
+
+
+class CAdapter(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("down", "up", "grad_down", "grad_up")),
+        *((name, ctypes.c_int32) for name in ("rank", "first", "outputs")),
+        ("scale", _F),
+    ]
 
 
 class _Team(ctypes.Structure):
@@ -41,6 +51,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "rotate": [_I, _I, _I, _I, _P, _P, _P, _F],
     "head_statistics": [_I, _I, _P, _F, _P, _P, _P, _P],
     "head_gradient": [_I, _I, _P, _F, _P, _P, _P, _P, _P],
+    "adapters_backward": [_I, _I, _I, _P, _P, ctypes.POINTER(CAdapter), _I],
+    "merge": [_I, _I, _P, ctypes.POINTER(CAdapter), _I, _P],
     "attention": [_I, CHeads, _P, _P, _P, _I, _P, _P],
     "attention_backward": [_I, CHeads, _P, _P, _P, _I, _P, _I, _P, _P, _P, _P, _P],
 }
