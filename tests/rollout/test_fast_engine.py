@@ -254,7 +254,33 @@ def test_a_beginning_that_comes_back_for_ever_leaves_nothing_behind():
     assert len(cache._leaves) <= 2 * cache.idle + 64
 
 
-def test_plain_torch_reads_own_pages_where_they_lie_or_gathers_them():
+def test_plain_torch_takes_all_pages_of_few_tokens_at_once_and_changes_no_result(monkeypatch):
+    engine = make_engine(MODEL, eos_ids=(), **FAST["torch"])
+    model, off = engine.model, []
+    run = model.run
+
+    def both(step):
+        """The step as it is taken, and again with pages apart."""
+        at_once, found = model._all_pages(step), model.logits(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_model, "_FEW_KEYS", 0)
+            apart = model.logits(step)
+        assert (at_once is None) == (len(step.ids) > len(step.member_start))
+        if at_once is not None:
+            off.append((found - apart).abs().max() / apart.abs().max())
+        return run(step)
+
+    model.run = both
+    long = make_group("long", [1 + i % 90 for i in range(700)])  # beside it others have blocks without any key
+    for group in [long, *random_prompts(5, 60, seed=5)]:
+        engine.add_group(group, SamplingParams(n=3, max_tokens=70))
+    finish(engine)
+    assert len(off) > 60
+    assert max(off) < 1e-5
+
+
+def test_plain_torch_reads_own_pages_where_they_lie_or_gathers_them(monkeypatch):
+    monkeypatch.setattr(torch_model, "_FEW_KEYS", 0)  # else these few are taken at once
     groups = random_prompts(6, 60, seed=3)
     expected = [reference_greedy(MODEL, group.prompt.token_ids, 70) for group in groups]
     engine = make_engine(MODEL, **FAST["torch"])
@@ -281,6 +307,7 @@ def test_plain_torch_reads_own_pages_where_they_lie_or_gathers_them():
 
 def test_plain_torch_takes_lists_of_like_sizes_together(monkeypatch):
     monkeypatch.setattr(torch_model, "_FEW_SCORES", 0)  # else this little goes in one piece
+    monkeypatch.setattr(torch_model, "_FEW_KEYS", 0)
     groups = random_prompts(8, 90, seed=4)
     expected = [reference_greedy(MODEL, group.prompt.token_ids, 24) for group in groups]
     engine = make_engine(MODEL, **FAST["torch"])
@@ -300,11 +327,13 @@ def test_plain_torch_takes_lists_of_like_sizes_together(monkeypatch):
     assert most > 2
 
 
+@pytest.mark.parametrize("few_keys", [0, torch_model._FEW_KEYS])
 @pytest.mark.parametrize("float32_is_faster", [False, True])
-def test_plain_torch_in_bf16_is_near_float32_by_either_product(monkeypatch, float32_is_faster):
+def test_plain_torch_in_bf16_is_near_float32_by_either_product(monkeypatch, float32_is_faster, few_keys):
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bf16 here")
     monkeypatch.setattr(products, "_float32_is_faster", lambda: float32_is_faster)
+    monkeypatch.setattr(torch_model, "_FEW_KEYS", few_keys)
     engine = make_engine(MODEL, dtype=torch.bfloat16, eos_ids=(), **FAST["torch"])
     assert engine.model._weights.compute is (torch.float32 if float32_is_faster else torch.bfloat16)
     off = []

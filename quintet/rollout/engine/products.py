@@ -108,11 +108,12 @@ def _onednn_computes(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _float32_is_faster() -> bool:
-    """Whether oneDNN's float32 products take clearly less time than its bf16 ones: measured once, some milliseconds."""
+    """Whether oneDNN's float32 products take clearly less time than its bf16 ones: measured once, some ten
+    milliseconds, often enough that a turn is met in which nothing else ran."""
     x = torch.ones(128, 512)
     sides = [(x.to(dtype), Product.of(x.to(dtype), None, pack=True)) for dtype in (torch.bfloat16, torch.float32)]
     times: list[list[float]] = [[], []]
-    for _ in range(12):
+    for _ in range(40):
         for (rows, product), taken in zip(sides, times, strict=True):
             began = time.perf_counter()
             product(rows)

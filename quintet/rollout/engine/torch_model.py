@@ -3,14 +3,16 @@
 Same distribution and, in float32, the same greedy ids as the kernels. Attention is batched products of three kinds,
 merged by their largest scores (arXiv 1805.02867): over the shared pages of a group (gathered once for all its samples),
 over a decoding sample's own pages (a product per page, where it lies in the cache; `embedding_bag` adds up what comes
-of them in one pass), and over the own pages of what has several new tokens (gathered).
+of them in one pass), and over the own pages of what has several new tokens (gathered). Decoding samples whose pages are
+few have all of them gathered, shared ones each for itself: then fewer operations count for more than fewer bytes.
 Weights are packed by oneDNN where torch has it for the processor.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +29,7 @@ from quintet.rollout.engine.step import PAGE, Step
 
 _FIRST_PAGES = 64
 _DENSE = 2  # own pages are used where they lie while at most this times as many lie between them
+_FEW_KEYS = 2**23  # numbers: where the pages of all tokens have no more, copying them costs less than many operations
 _MAX_SCORES = 2**24  # attention scores held at once
 _FEW_SCORES = 2**20  # where there are no more, padding costs less than a product more
 _LEAST = -80.0  # scores below the largest are raised to this: exp of less is slow, and adds nothing
@@ -47,7 +50,7 @@ class Part:
 class OwnPages:
     """P pages of the cache, each seen by one of N tokens; of no meaning for those that `table` does not name."""
 
-    places: slice | Tensor
+    places: slice | Tensor  # where they lie, or as `AllPages.rows`
     owner: Tensor  # [P] tokens
     bias: Tensor  # [P, 1, 1, PAGE], 0 where a key is seen, else -inf
     tokens: Tensor | None  # [N]; None: all of the step's, in order
@@ -55,6 +58,14 @@ class OwnPages:
     table: Tensor  # pages, those of a token side by side
     starts: Tensor  # [N] where each token's begin in `table`
     padded: Tensor  # [N * W] as `table`, the last of each token repeated
+
+
+@dataclass(frozen=True)
+class AllPages:
+    """P pages of each of the step's N tokens, shared ones before its own (short lists end in pages not seen)."""
+
+    rows: Tensor  # [2 * N * kv_heads * P] rows of a layer's cache, PAGE keys or values of one head each, keys first
+    bias: Tensor  # [N, 1, 1, P * PAGE] in the cache's dtype, 0 where a key is seen, else -inf
 
 
 class Mixed:
@@ -105,9 +116,11 @@ class TorchModel:
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, pages: int) -> None:
         self._spec, self._device, self.dtype = spec, device, dtype
         self._weights = PackedWeights(spec, device, dtype)
+        self._eps = torch.tensor(spec.norm_eps, device=device)
         self._rope = RopeTable(spec.inv_freq, spec.rope_scale, device, torch.float32)
         self._capacity = pages + 1
         self._kv = self._empty_cache()
+        self._gathered = torch.empty(0, PAGE * spec.head_dim, device=device, dtype=dtype)
         names = [str(t).removeprefix("torch.") for t in (dtype, self._weights.compute)]
         self.path = f"torch on {device.type}, {names[0]}, products in {names[1]}"
 
@@ -164,53 +177,81 @@ class TorchModel:
         within = np.arange(len(step.ids)) - step.member_start[owner]
         turns = self._turns(step.member_position[owner] + within, step.last_position)
         writes, places = self._writes(step, owner, within)
-        parts, pages = [*self._shared(step), *self._own(step)], self._own_pages(step)
+        attention = self._attention(step)
         x_TE = self._weights.embedding[self._tensor(step.ids)].float()
         for index, layer in enumerate(self._weights.layers):
             q_TX, kv_TXD = self._project(layer, self._normed(x_TE, layer.input_norm), *turns)
             rows = kv_TXD if writes is None else kv_TXD[writes]
-            self._kv[index].view(-1, self._spec.head_dim).index_copy_(0, places, rows.view(-1, self._spec.head_dim))
-            mixed = Mixed(len(x_TE), self._spec, self._device)
-            for part in parts:
-                self._attend(q_TX, self._kv[index], part, mixed)
-            if pages is not None:
-                self._attend_pages(q_TX, self._kv[index], pages, mixed)
-            x_TE += layer.output(mixed.result().to(self._weights.compute))
+            self._kv[index].view(-1, self._spec.head_dim).index_copy_(0, places, rows.reshape(-1, self._spec.head_dim))
+            x_TE += layer.output(attention(q_TX, self._kv[index]).to(self._weights.compute))
             gate, up = layer.gate_up(self._normed(x_TE, layer.mlp_norm)).chunk(2, dim=-1)
             x_TE += layer.down(F.silu(gate).mul_(up))
         last = self._normed(x_TE[self._tensor(step.logit_token)], self._weights.norm)
         return self._weights.head(last)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._spec.norm_eps).to(self._weights.compute)
+        """As `rms_norm`, in fewer operations."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight).to(self._weights.compute)
 
     def _turns(self, positions: np.ndarray, last: int) -> tuple[Tensor, Tensor]:
         """What `rotate` in model.py multiplies the halves of a head with, and the halves in each other's place:
-        [T, heads + kv_heads, head_dim] each."""
+        [T, heads + 2 * kv_heads, head_dim] each; values stay as they are."""
         cos, sin = self._rope.rows(self._tensor(positions), last)
-        heads = self._spec.heads + self._spec.kv_heads
-        turns = (torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
-        return turns[0].repeat(1, heads, 1), turns[1].repeat(1, heads, 1)
+        straight, crossed = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        turned, kept = (1, self._spec.heads + self._spec.kv_heads, 1), (1, self._spec.kv_heads, 1)
+        straight = torch.cat([straight.repeat(turned), torch.ones_like(straight).repeat(kept)], dim=1)
+        crossed = torch.cat([crossed.repeat(turned), torch.zeros_like(crossed).repeat(kept)], dim=1)
+        return straight, crossed
 
     def _project(self, layer: Layer, x_TE: Tensor, straight: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, heads * head_dim]; keys and after them values [T, 2 * kv_heads, head_dim]."""
         spec = self._spec
         fused = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim).float()
-        qk = fused[:, : spec.heads + spec.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split([spec.heads, spec.kv_heads], dim=1)
+            q, k, v = fused.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
             q, k = rms_norm(q, layer.q_norm, spec.norm_eps), rms_norm(k, layer.k_norm, spec.norm_eps)
-            qk = torch.cat([q, k], dim=1)
-        turned = torch.addcmul(qk * straight, qk.roll(spec.head_dim // 2, dims=-1), crossed)
-        kv = torch.cat([turned[:, spec.heads :], fused[:, spec.heads + spec.kv_heads :]], dim=1)
-        return turned[:, : spec.heads].to(self.dtype).flatten(1), kv.to(self.dtype)
+            fused = torch.cat([q, k, v], dim=1)
+        turned = torch.addcmul(fused * straight, fused.roll(spec.head_dim // 2, dims=-1), crossed).to(self.dtype)
+        return turned[:, : spec.heads].flatten(1), turned[:, spec.heads :]
+
+    def _attention(self, step: Step) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of queries [T, heads * head_dim] and a layer's cache; as many."""
+        every = self._all_pages(step)
+        if every is not None:
+            return functools.partial(self._attend_all, pages=every)
+        parts, pages = [*self._shared(step), *self._own(step)], self._own_pages(step)
+
+        def attend(q_TX: Tensor, cache: Tensor) -> Tensor:
+            mixed = Mixed(len(q_TX), self._spec, self._device)
+            for part in parts:
+                self._attend(q_TX, cache, part, mixed)
+            if pages is not None:
+                self._attend_pages(q_TX, cache, pages, mixed)
+            return mixed.result()
+
+        return attend
+
+    def _gather(self, cache: Tensor, rows: Tensor) -> Tensor:
+        """Rows of a layer's cache, valid until the next call: memory that is new each time costs more than copying."""
+        if len(rows) > len(self._gathered):
+            self._gathered = self._gathered.new_empty(len(rows), self._gathered.shape[1])
+        out = self._gathered[: len(rows)]
+        return torch.index_select(cache.view(-1, out.shape[1]), 0, rows, out=out)
+
+    def _attend_all(self, q_TX: Tensor, cache: Tensor, pages: AllPages) -> Tensor:
+        kv, width = self._spec.kv_heads, self._spec.head_dim
+        n, _, _, seen = pages.bias.shape
+        k, v = self._gather(cache, pages.rows).view(2, n, kv, seen, width)
+        return F.scaled_dot_product_attention(q_TX.view(n, kv, -1, width), k, v, attn_mask=pages.bias).view(n, -1)
 
     def _attend(self, q_TX: Tensor, cache: Tensor, part: Part, mixed: Mixed) -> None:
         kv, group, width = self._spec.kv_heads, self._spec.query_group, self._spec.head_dim
         n, _, _, seen = part.bias.shape
         q_MX = q_TX if part.tokens is None else q_TX.index_select(0, part.tokens)
         q = q_MX.view(-1, kv, group * width).transpose(0, 1).reshape(kv * n, -1, width)
-        k, v = cache.view(-1, PAGE * width).index_select(0, part.rows).view(2, kv * n, seen, width)
+        k, v = self._gather(cache, part.rows).view(2, kv * n, seen, width)
         products = torch.bmm(q, k.transpose(1, 2)).view(kv, n, -1, group, seen)
         scores = torch.add(part.bias, products, alpha=width**-0.5)
         peak, held = scores.amax(-1), mixed.peak(part.tokens)
@@ -232,7 +273,10 @@ class TorchModel:
     def _attend_pages(self, q_TX: Tensor, cache: Tensor, pages: OwnPages, mixed: Mixed) -> None:
         heads, group, width = self._spec.heads, self._spec.query_group, self._spec.head_dim
         places = pages.places
-        k, v = cache[:, places] if isinstance(places, slice) else cache.index_select(1, places)
+        if isinstance(places, slice):
+            k, v = cache[:, places]
+        else:
+            k, v = self._gather(cache, places).view(2, -1, self._spec.kv_heads, PAGE, width)
         q = q_TX.index_select(0, pages.owner).view(-1, group, width)
         products = torch.bmm(q, k.view(-1, PAGE, width).transpose(1, 2)).view(len(k), -1, group, PAGE)
         scores = torch.add(pages.bias, products, alpha=width**-0.5).view(len(k), heads, PAGE)
@@ -244,6 +288,25 @@ class TorchModel:
         out = torch.bmm(weights.view(-1, group, PAGE).to(self.dtype), v.view(-1, PAGE, width)).view(len(k), -1)
         out, total = (F.embedding_bag(pages.table, x, pages.starts, mode="sum") for x in (out, weights.sum(-1)))
         mixed.add(pages.tokens, peak, total, out.view(-1, heads, width))
+
+    def _all_pages(self, step: Step) -> AllPages | None:
+        """None: where that would be too many, or some tokens see others of the step."""
+        group = np.repeat(np.arange(len(step.group_start) - 1), np.diff(step.group_start))
+        seen = np.where(step.member_writes > 0, step.own_before + 1, 0)
+        shared, own = np.diff(step.shared_start)[group], -(-seen // PAGE)
+        shape = (len(seen), int((shared + own).max()))
+        if len(step.ids) > len(seen) or math.prod(shape) * math.prod(self._kv_shape(1)[1:]) > _FEW_KEYS:
+            return None
+        table, counts = np.zeros((2, *shape), dtype=np.int64)
+        member, within = _token_places(np.arange(len(seen)), shared)
+        where = step.shared_start[group[member]] + within
+        table[member, within], counts[member, within] = step.shared_ids[where], step.shared_counts[where]
+        member, within = _token_places(np.arange(len(seen)), own)
+        where = shared[member] + within
+        table[member, where] = step.own_table[step.member_row[member], within]
+        counts[member, where] = np.minimum(seen[member] - within * PAGE, PAGE)
+        shown = (np.arange(PAGE) < counts[..., None]).reshape(len(seen), 1, 1, -1)
+        return AllPages(self._rows(table), self._bias(shown).to(self.dtype))
 
     def _shared(self, step: Step) -> Iterator[Part]:
         """Each group's tokens over its shared pages."""
@@ -295,7 +358,7 @@ class TorchModel:
         padded = starts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         all_of_them = len(single) == len(step.ids)
         return OwnPages(
-            places=self._tensor(used) if scattered else slice(first, first + size),
+            places=self._rows(used[:, None]) if scattered else slice(first, first + size),
             owner=self._tensor(token),
             bias=self._bias((np.arange(PAGE) < shown[:, None]) | (shown == 0)[:, None])[:, None, None],
             tokens=None if all_of_them else self._tensor(step.member_start[single]),
@@ -310,16 +373,20 @@ class TorchModel:
         width = int(counts.max())
         places = np.minimum(np.arange(width), counts[:, None] - 1)
         real = np.arange(width) < counts[:, None]
-        heads = np.arange(self._spec.kv_heads)[:, None]
-        rows = (table.ravel() * len(heads) + heads).ravel()
         tokens, everything = (starts[:, None] + places).ravel(), np.arange(total)
         return Part(
             tokens=None if np.array_equal(tokens, everything) else self._tensor(tokens),
             kept=None if real.all() else self._tensor(np.flatnonzero(real)),
             whole=np.array_equal(tokens[real.ravel()], everything),
-            rows=self._tensor(np.concatenate([rows, rows + self._kv.shape[2] * len(heads)])),
+            rows=self._rows(table.reshape(1, -1)),
             bias=self._bias(seen)[:, :, None],
         )
+
+    def _rows(self, pages: np.ndarray) -> Tensor:
+        """[lists, P] pages: their rows [2 * lists * kv_heads * P] in a layer's cache, PAGE keys or values each."""
+        heads = self._spec.kv_heads
+        rows = (pages[:, None] * heads + np.arange(heads)[:, None]).ravel()
+        return self._tensor(np.concatenate([rows, rows + self._kv.shape[2] * heads]))
 
     def _writes(self, step: Step, owner: np.ndarray, within: np.ndarray) -> tuple[Tensor | None, Tensor]:
         """Tokens whose KV is written (None: all) and its rows in [2 * pages * kv_heads * PAGE], keys first."""
