@@ -135,6 +135,8 @@ struct Ahead {
 };
 constexpr int FAR = 4096;
 
+constexpr float FP16_UNIT = 0x1p112f;  // what fp16's bits, moved into a float32's place, have to be multiplied by
+
 struct Out {
     float* at;
     int ld;
@@ -191,9 +193,7 @@ static inline void tile(const float* a, int lda, Right<bf16> right, float* out, 
 #endif
 
 #ifdef QUINTET_FP16
-typedef _Float16 half;
-constexpr int RUN = 64;                // inner entries whose products are added up in fp16
-constexpr float FP16_UNIT = 0x1p112f;  // what fp16's bits, moved into a float32's place, have to be multiplied by
+constexpr int RUN = 64;  // inner entries whose products are added up in fp16
 
 // fp16 sums of the two halves of pairs, added to float32 sums in units of 1 / FP16_UNIT.
 static inline void add_sums(__m512h sums, float* out) {
@@ -208,26 +208,28 @@ static inline void add_sums(__m512h sums, float* out) {
 template <int N>
 static inline void tile(const half* a, int lda, Right<bf16> right, float* out, int ld, bool onto, int far) {
     for (int r = 0; r < N && !onto; ++r) store(out + r * ld, vf{}), store(out + r * ld + VL, vf{});
-    for (int part = 0; part < right.count; ++part, a += right.depth) {
-        for (int from = 0; from < right.depth; from += RUN) {
-            __m512h acc[N][2];
+    for (int part = 0, at = 0; part < right.count;) {
+        __m512h acc[N][2];
 #pragma GCC unroll 16
-            for (int r = 0; r < N; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
-            const int end = std::min(right.depth, from + RUN);
-            for (int k = from; k < end; k += 2) {
-                const bf16* b = right.parts[part] + k / 32 * 1024 + k % 32 * 16;
+        for (int r = 0; r < N; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
+        for (int left = RUN; left > 0 && part < right.count;) {
+            const int end = std::min(right.depth, at + left);
+            left -= end - at;
+            for (; at < end; at += 2) {
+                const bf16* b = right.parts[part] + at / 32 * 1024 + at % 32 * 16;
                 fetch(b, far), fetch(b + 512, far);
                 const __m512h b0 = (__m512h)pairs(b), b1 = (__m512h)pairs(b + 512);
 #pragma GCC unroll 16
                 for (int r = 0; r < N; ++r) {
-                    const __m512h x = (__m512h)pair(reinterpret_cast<const bf16*>(a + r * lda + k));
+                    const __m512h x = (__m512h)pair(reinterpret_cast<const bf16*>(a + r * lda + at));
                     acc[r][0] = _mm512_fmadd_ph(x, b0, acc[r][0]);
                     acc[r][1] = _mm512_fmadd_ph(x, b1, acc[r][1]);
                 }
             }
-#pragma GCC unroll 16
-            for (int r = 0; r < N; ++r) add_sums(acc[r][0], out + r * ld), add_sums(acc[r][1], out + r * ld + VL);
+            if (at == right.depth) at = 0, ++part, a += right.depth;
         }
+#pragma GCC unroll 16
+        for (int r = 0; r < N; ++r) add_sums(acc[r][0], out + r * ld), add_sums(acc[r][1], out + r * ld + VL);
     }
 }
 
@@ -238,14 +240,16 @@ static inline float size_of(float largest) {
     return std::ldexp(1.0f, std::max(exponent, -100));
 }
 
-// A row by what its largest number becomes less than 512: RUN products with numbers below 1 then stay far from fp16's
-// end, and what is lost at its other end is 2^-33 of that number. Returns what the results are to be multiplied by.
-static inline float halve_row(const float* from, int n, half* to) {
-    vf top = {};
-    for (int i = 0; i < n; i += VL) top = vmax(top, (vf)_mm512_abs_ps((__m512)load(from + i)));
-    const float unit = size_of(largest(top)) / 512;
-    for (int i = 0; i < n; i += VL)
-        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtps_ph((__m512)(load(from + i) * (1.0f / unit)), 0));
+// A row by what the largest of its numbers becomes less than `below`. Returns what its products are to be multiplied by.
+static inline float halve_row(const float* from, int n, float below, half* to) {
+    vf tops = {};
+    float top = 0;
+    int i = 0;
+    for (; i + VL <= n; i += VL) tops = vmax(tops, (vf)_mm512_abs_ps((__m512)load(from + i)));
+    for (; i < n; ++i) top = std::max(top, std::fabs(from[i]));
+    const float unit = size_of(std::max(top, largest(tops))) / below;
+    for (i = 0; i + VL <= n; i += VL) put_halves(to + i, load(from + i) * (1.0f / unit));
+    for (; i < n; ++i) to[i] = half(from[i] / unit);
     return unit;
 }
 #endif
@@ -312,6 +316,12 @@ static inline void block_amx(const bf16* a, int lda, int rows, Right<bf16> right
 static inline void block(const float* a, int lda, int rows, Right<bf16> right, Out out, Unit, Ahead ahead) {
     by_vectors<TALL_WIDE>(a, lda, rows, right, out, ahead.bytes);
 }
+
+#ifdef QUINTET_FP16
+static inline void block(const half* a, int lda, int rows, Right<bf16> right, Out out, Unit, Ahead ahead) {
+    by_vectors<TALL_WIDE>(a, lda, rows, right, out, ahead.bytes);
+}
+#endif
 
 static inline void widen_row(const bf16* from, int n, float* to) {  // n: a multiple of 32, as every inner size is
     for (int i = 0; i < n; i += VL)
@@ -390,14 +400,14 @@ static void product(Pool& pool, const float* a, int lda, int rows, const Matrix<
     by.wide.reserve(rows);
     half* const halves = reinterpret_cast<half*>(by.halves.data());
     float* const units = by.wide.data();
-    pool.run_many(rows, [&](int r, int) {
-        units[r] = halve_row(a + size_t(r) * lda, w.depth, halves + size_t(r) * w.depth);
+    pool.run_many(rows, [&](int r, int) {  // below 512: RUN products with numbers below 1 stay far from fp16's end
+        units[r] = halve_row(a + size_t(r) * lda, w.depth, 512, halves + size_t(r) * w.depth);
     });
     by_panels(pool, rows, w, HALVES, finish, [&](int row, int count, int p, Out out, Ahead ahead) {
         alignas(64) float sums[BLOCK * PANEL];
         const bf16* panel = w.panel(p);
         const half* from = halves + size_t(row) * w.depth;
-        by_vectors<TALL_WIDE>(from, w.depth, count, Right<bf16>{&panel, 1, w.depth}, {sums, PANEL, false}, ahead.bytes);
+        block(from, w.depth, count, Right<bf16>{&panel, 1, w.depth}, {sums, PANEL, false}, HALVES, ahead);
         const float* scale = w.scale.data() + size_t(p) * PANEL;
         for (int r = 0; r < count; ++r)
             for (int c = 0; c < PANEL; c += VL) {

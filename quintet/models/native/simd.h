@@ -30,6 +30,7 @@ constexpr int VL = 8;
 
 constexpr int PANEL = 2 * VL;  // columns of a packed matrix that are computed together
 constexpr int PAGE = 32;       // tokens of a KV page
+constexpr float PAGE_SCALE = 128;  // what keys and values are divided by in fp16: any below 8,188 can be added up
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
@@ -100,15 +101,18 @@ static inline bf16 narrow(float f) {  // to nearest, ties to even
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// How numbers are kept: Act, between matrix products Row; and DEPTH = what the inner size of a product is padded to.
+// How numbers are kept: weights and pages of keys and values as Act, rows between matrix products as Row, the left side
+// of a product as Left; and DEPTH = what the inner size of a product is padded to.
 struct F32 {
-    typedef float Act, Row;
+    typedef float Act, Row, Left;
     static constexpr int DEPTH = VL;
-    static constexpr bool PAIRED = false;
+    static constexpr bool PAIRED = false, HALF = false;
     static inline void put(float* p, vf v) { store(p, v); }
     static inline void put(float* p, float x) { *p = x; }
     static inline float one(float x) { return x; }
     static inline float get(float x) { return x; }
+    static inline float to_page(float x) { return x; }
+    static inline float from_page(float x) { return x; }
 };
 
 #ifdef QUINTET_BF16
@@ -120,30 +124,56 @@ static inline __m512bh pair(const bf16* p) {
 }
 
 struct BF16 {
-    typedef bf16 Act, Row;
+    typedef bf16 Act, Row, Left;
     static constexpr int DEPTH = 32;
-    static constexpr bool PAIRED = true;
+    static constexpr bool PAIRED = true, HALF = false;
     static inline void put(bf16* p, vf v) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
     }
     static inline void put(bf16* p, float x) { *p = narrow(x); }
     static inline bf16 one(float x) { return narrow(x); }
     static inline float get(bf16 x) { return widen(x); }
+    static inline bf16 to_page(bf16 x) { return x; }
+    static inline bf16 from_page(bf16 x) { return x; }
 };
 #endif
 
 #ifdef QUINTET_FP16
-// bf16 whose products with packed weights are computed in fp16: rows are rounded once, to that.
+typedef _Float16 half;
+static inline void put_halves(half* p, vf v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// bf16 that is computed with in fp16: weights and pages hold bf16 numbers in fp16's form and scaled, rows are rounded
+// once, to fp16.
 struct FP16 : BF16 {
     typedef float Row;
+    typedef half Left;
+    static constexpr bool HALF = true;
     using BF16::put;
     static inline void put(float* p, vf v) { store(p, v); }
     static inline void put(float* p, float x) { *p = x; }
+    static inline void put(half* p, vf v) { put_halves(p, v); }
+    static inline bf16 to_page(bf16 x) {
+        const half number = half(widen(x) / PAGE_SCALE);
+        bf16 bits;
+        memcpy(&bits, &number, sizeof bits);
+        return bits;
+    }
+    static inline void to_pages(bf16 (&numbers)[16]) {
+        const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i*)numbers)), 16);
+        put_halves(reinterpret_cast<half*>(numbers), (vf)wide / PAGE_SCALE);
+    }
+    static inline bf16 from_page(bf16 bits) {
+        half number;
+        memcpy(&number, &bits, sizeof bits);
+        return narrow(float(number) * PAGE_SCALE);
+    }
 };
 #endif
 
 // What bf16 products run on: pairs by vectors (`vdpbf16ps`), AMX tiles, float32 vectors, the numbers widened on the
-// way, or fp16 vectors (gemm.h), for products with packed weights only. As enum values they are passed to and from
+// way, or fp16 vectors (gemm.h), where both sides can be prepared for them. As enum values they are passed to and from
 // Python.
 enum Unit : int32_t { PAIRS, TILES, WIDE, HALVES };
 
@@ -176,7 +206,7 @@ static inline double seconds_of(Multiply multiply) {
 
 // The vector unit that does the same products in clearly less time than pairs do: on Zen 4 float32 vectors take twice
 // as long, on Intel's processors half as long, and fp16 vectors half of that. Takes 0.3 ms.
-static inline Unit fastest_vectors(bool weights) {
+static inline Unit fastest_vectors(bool prepared) {
     __m512 x = _mm512_set1_ps(1.0f);
     asm volatile("" : "+v"(x));  // nothing is known of it when this is compiled
     double best = 0.8 * seconds_of<__m512>([x](__m512 s) { return _mm512_dpbf16_ps(s, (__m512bh)x, (__m512bh)x); });
@@ -185,17 +215,17 @@ static inline Unit fastest_vectors(bool weights) {
     if (wide < best) best = 0.8 * wide, unit = WIDE;
 #ifdef QUINTET_FP16
     const double halves = seconds_of<__m512h>([x](__m512h s) { return _mm512_fmadd_ph((__m512h)x, (__m512h)x, s); });
-    if (weights && halves < best) unit = HALVES;
+    if (prepared && halves < best) unit = HALVES;
 #endif
     return unit;
 }
 #endif
 
-// Of products with packed weights, or of those whose both sides are bf16 as they are.
-static inline Unit fastest_unit(bool weights) {
+// Of products whose both sides are `prepared`, or are bf16 as they are.
+static inline Unit fastest_unit(bool prepared) {
     if (request_amx()) return TILES;
 #ifdef QUINTET_BF16
-    return fastest_vectors(weights);
+    return fastest_vectors(prepared);
 #endif
     return PAIRS;
 }

@@ -35,7 +35,7 @@ struct Fetch {
 
 template <class P>
 struct Scratch {
-    typename P::Act chance[LIMIT * COLUMNS] __attribute__((aligned(64)));
+    typename P::Left chance[LIMIT * COLUMNS] __attribute__((aligned(64)));
     float score[LIMIT * COLUMNS] __attribute__((aligned(64)));
     float peak[LIMIT], total[LIMIT], fade[LIMIT];
     int seen[LIMIT];
@@ -56,13 +56,16 @@ struct Pages {
 template <class P>
 struct Attention {
     typedef typename P::Act Act;
+    typedef typename P::Left Left;
+    static constexpr float GAIN = P::HALF ? FP16_UNIT * PAGE_SCALE : 1.0f;  // what products with pages are multiplied by
     int width;        // head size padded to a multiple of 32
     int kv_heads;
     Unit unit;
 
     size_t page_size() const { return size_t(2) * PAGE * width; }  // of one KV head
     int lines() const { return int(page_size() * sizeof(Act) / 64); }
-    int scoring() const { return lines() * (unit == WIDE ? 2 : 1) / 3; }  // lines a page, by rows that are not few
+    bool slow() const { return unit == WIDE || unit == HALVES; }
+    int scoring() const { return lines() * (slow() ? 2 : 1) / 3; }  // lines a page, by rows that are not few
     bool few(int rows) const { return P::PAIRED && unit == TILES && rows <= 16; }  // take the tile products for few rows
     const Act* keys(const Act* layer, int page, int head) const {
         return layer + (size_t(page) * kv_heads + head) * page_size();
@@ -70,7 +73,7 @@ struct Attention {
 
     Fetch fetch(const Act* layer, int head, const int32_t* ids, int n) const {
         const char* cache = reinterpret_cast<const char*>(keys(layer, 0, head));
-        return {cache, ids, size_t(lines()) * 64 * kv_heads, n, lines(), 0, 0, unit == WIDE};
+        return {cache, ids, size_t(lines()) * 64 * kv_heads, n, lines(), 0, 0, slow()};
     }
 
     // Key and value of one token into its page, both as packed matrices (see Matrix::set).
@@ -87,11 +90,12 @@ struct Attention {
 
     // The same between a page and plain rows of the page's own type.
     void read_plain(Act* layer, int page, int head, int offset, Act* k, Act* v, int head_dim) const {
-        visit(layer, page, head, offset, head_dim, [=](Act& from, int d) { k[d] = from; },
-              [=](Act& from, int d) { v[d] = from; });
+        visit(layer, page, head, offset, head_dim, [=](Act& from, int d) { k[d] = P::from_page(from); },
+              [=](Act& from, int d) { v[d] = P::from_page(from); });
     }
     void write_plain(Act* layer, int page, int head, int offset, const Act* k, const Act* v, int head_dim) const {
-        visit(layer, page, head, offset, head_dim, [=](Act& to, int d) { to = k[d]; }, [=](Act& to, int d) { to = v[d]; });
+        visit(layer, page, head, offset, head_dim, [=](Act& to, int d) { to = P::to_page(k[d]); },
+              [=](Act& to, int d) { to = P::to_page(v[d]); });
     }
 
     void begin(Scratch<P>& s, int rows) const {
@@ -100,9 +104,10 @@ struct Attention {
         for (int r = 0; r < rows; ++r) s.peak[r] = -INFINITY, s.total[r] = 0.0f;
     }
 
-    // Rows [first, first + rows) of the task; q holds these rows. `seen` (or null): tokens that each row may see.
-    void add(Scratch<P>& s, const Act* layer, int head, const Act* q, int first, int rows, Pages pages,
-             const int* seen) const {
+    // Rows [first, first + rows) of the task; q holds these rows, `units` what each is to be multiplied by (fp16). `seen`
+    // (or null): tokens that each row may see.
+    void add(Scratch<P>& s, const Act* layer, int head, const Left* q, const float* units, int first, int rows,
+             Pages pages, const int* seen) const {
         for (int start = 0; start < pages.n; start += SPAN) {
             const int n = std::min(SPAN, pages.n - start);
             const Act* at[SPAN];
@@ -116,7 +121,7 @@ struct Attention {
             for (int i = 0; i < n; ++i) hide(s, rows, i * PAGE + pages.shown(start + i), (i + 1) * PAGE);
             if (seen)
                 for (int r = 0; r < rows; ++r) hide_row(s, r, std::max(0, seen[r] - start * PAGE), n * PAGE);
-            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE), s.ahead(share);
+            for (int r = 0; r < rows; ++r) soften(s, r, first + r, n * PAGE, P::HALF ? units[r] : 1.0f), s.ahead(share);
             for (int r = 0; r < rows; r += BLOCK) mix(s, r, first + r, std::min(BLOCK, rows - r), at, n, last);
         }
     }
@@ -151,6 +156,7 @@ struct Attention {
         Act key[16] = {}, value[16] = {};
         if (n == 16) P::put(key, load(k + d)), P::put(value, load(v + d));
         for (int i = 0; i < n && n < 16; ++i) key[i] = P::one(k[d + i]), value[i] = P::one(v[d + i]);
+        if constexpr (P::HALF) P::to_pages(key), P::to_pages(value);
         to += d / 32 * 1024 + d % 32 * 16, values += d * 32;
         for (int i = 0; i < 16; i += 2) memcpy(to + i * 16, key + i, 4);
         uint32_t both[16];
@@ -161,9 +167,9 @@ struct Attention {
     }
 
     // `last`: tokens that the last page shows.
-    void scores(Scratch<P>& s, const Act* q, int row, int rows, const Act* const* at, int n, int last) const {
+    void scores(Scratch<P>& s, const Left* q, int row, int rows, const Act* const* at, int n, int last) const {
 #ifdef QUINTET_AMX
-        if constexpr (P::PAIRED)
+        if constexpr (P::PAIRED && !P::HALF)
             if (few(rows)) return few_scores(s, q, at, n, last, s.score + row * COLUMNS);
 #endif
         for (int i = 0; i < n; ++i) {
@@ -184,16 +190,17 @@ struct Attention {
     }
 
     // Scores of one row into weights relative to the running maximum; `fade` is what earlier results shrink by.
-    static void soften(Scratch<P>& s, int local, int row, int columns) {
+    static void soften(Scratch<P>& s, int local, int row, int columns, float unit) {
         const float* score = s.score + local * COLUMNS;
-        Act* chance = s.chance + local * COLUMNS;
+        Left* chance = s.chance + local * COLUMNS;
+        const vf gain = splat(GAIN * unit);
         vf top = load(score);
         for (int c = VL; c < columns; c += VL) top = vmax(top, load(score + c));
-        const float peak = std::max(s.peak[row], largest(top));
+        const float peak = std::max(s.peak[row], largest(top) * GAIN * unit);
         const vf base = splat(peak == -INFINITY ? 0.0f : peak);
         vf total = {};
         for (int c = 0; c < columns; c += VL) {
-            vf e = vexp(load(score + c) - base);
+            vf e = vexp(P::HALF ? load(score + c) * gain - base : load(score + c) - base);
             total += e;
             P::put(chance + c, e);
         }
@@ -208,13 +215,13 @@ struct Attention {
             float* out = s.out.data() + size_t(row + r) * width;
             const float* mixed = s.mixed.data() + size_t(r) * width;
             const vf fade = splat(s.fade[local + r]);
-            for (int d = 0; d < width; d += VL) store(out + d, load(out + d) * fade + load(mixed + d));
+            for (int d = 0; d < width; d += VL) store(out + d, load(out + d) * fade + load(mixed + d) * GAIN);
         }
     }
 
-    void products(Scratch<P>& s, const Act* chance, int rows, const Act* const* at, int n, int last) const {
+    void products(Scratch<P>& s, const Left* chance, int rows, const Act* const* at, int n, int last) const {
 #ifdef QUINTET_AMX
-        if constexpr (P::PAIRED)
+        if constexpr (P::PAIRED && !P::HALF)
             if (few(rows)) {
                 const bool partial = last <= 16 && rows <= 4;  // then half of the page need not be read
                 few_products(s, chance, at, n - partial, s.mixed.data());

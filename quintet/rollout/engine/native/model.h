@@ -55,6 +55,7 @@ template <class P>
 class Model : public Decoder {
     typedef typename P::Act Act;
     typedef typename P::Row Row;
+    typedef typename P::Left Left;
     struct Layer {
         Matrix<P> qkv, output, gate_up, down;
         std::vector<float> input_norm, mlp_norm, q_norm, k_norm;
@@ -72,8 +73,8 @@ class Model : public Decoder {
 
     // Of the step in progress. Row strides: residual and fused are whole panels, the rest whole inner blocks.
     int capacity = 0, width_x, width_in, width_fused, width_q, width_hidden, width_logits;
-    Buffer<float> residual, fused, logits;
-    Buffer<Act> queries;
+    Buffer<float> residual, fused, logits, query_units;
+    Buffer<Left> queries;
     Buffer<Row> normed, mixed, hidden;
     std::vector<Task> tasks;
     std::vector<int> member_of;
@@ -86,7 +87,7 @@ class Model : public Decoder {
         : spec(s), by{P::PAIRED ? Unit(s.unit) : PAIRS, {}, {}}, layers(s.layers), scratch(s.threads), samplers(s.threads),
           pool(s.threads) {
         const int inner = spec.heads * spec.head_dim, kv = spec.kv_heads * spec.head_dim;
-        attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit == HALVES ? WIDE : by.unit};
+        attention = {up(spec.head_dim, 32), spec.kv_heads, by.unit};
         width_x = up(spec.hidden, PANEL), width_in = up(spec.hidden, P::DEPTH);
         width_fused = up(inner + 2 * kv, PANEL), width_q = up(inner, P::DEPTH);
         width_hidden = up(spec.intermediate, std::max(VL, P::DEPTH)), width_logits = up(spec.vocabulary, PANEL);
@@ -272,6 +273,7 @@ class Model : public Decoder {
         reserve(step.tokens);
         const int group = query_group(), per_task = LIMIT / group;
         queries.reserve((size_t(step.tokens) * spec.heads + LIMIT) * attention.width);
+        query_units.reserve(size_t(step.tokens) * spec.heads);
         logits.reserve(size_t(std::min(step.logits, LOGIT_ROWS) + BLOCK) * width_logits);
         member_of.resize(step.tokens);
         tasks.clear();
@@ -348,10 +350,18 @@ class Model : public Decoder {
         }
     }
 
-    static void put_scaled(const float* x, float scale, Act* to, int n) {
-        int i = 0;
-        for (; i + VL <= n; i += VL) P::put(to + i, load(x + i) * scale);
-        for (; i < n; ++i) P::put(to + i, x[i] * scale);
+    // A query, scaled. fp16: below 16, and what its scores are to be multiplied by.
+    static void put_query(const float* x, float scale, Left* to, float* unit, int n) {
+#ifdef QUINTET_FP16
+        if constexpr (P::HALF) {
+            *unit = halve_row(x, n, 16, to) * scale;
+        } else
+#endif
+        {
+            int i = 0;
+            for (; i + VL <= n; i += VL) P::put(to + i, load(x + i) * scale);
+            for (; i < n; ++i) P::put(to + i, x[i] * scale);
+        }
     }
 
     // Members of several tokens, before any of them is attended to; others when their task comes to them.
@@ -371,12 +381,13 @@ class Model : public Decoder {
     // The queries of one KV head.
     void rotate_queries(const Step& step, const Layer& l, int t, int head) {
         const int d = spec.head_dim, group = query_group();
-        const size_t at = angles(step, t);
+        const size_t angle = angles(step, t);
         const float scale = 1.0f / std::sqrt(float(d));
         float* x = &fused[size_t(t) * width_fused + head * group * d];
         for (int j = 0; j < group; ++j, x += d) {
-            rotate_head(x, l.q_norm, step.cosines + at, step.sines + at);
-            put_scaled(x, scale, query(step, head, t, j), d);
+            rotate_head(x, l.q_norm, step.cosines + angle, step.sines + angle);
+            const size_t at = query(step, head, t) + j;
+            put_query(x, scale, &queries[at * attention.width], &query_units[at], d);
         }
     }
 
@@ -391,9 +402,17 @@ class Model : public Decoder {
         attention.write(pages, page, head, place % PAGE, key, key + size_t(spec.kv_heads) * d, d);
     }
 
-    // Queries are kept [kv_heads, tokens, query group, width]: the rows of a task follow each other.
-    Act* query(const Step& step, int head, int token, int within) {
-        return &queries[((size_t(head) * step.tokens + token) * query_group() + within) * attention.width];
+    // Queries are kept [kv_heads, tokens, query group, width]: the rows of a task follow each other. Returns the first.
+    size_t query(const Step& step, int head, int token) const {
+        return (size_t(head) * step.tokens + token) * query_group();
+    }
+
+    // Queries of tokens of a task, from token `first` on, over pages.
+    void add(const Step& step, Scratch<P>& s, const Act* pages, const Task& task, int first, int rows, Pages over,
+             const int* seen) {
+        const size_t at = query(step, task.head, first);
+        attention.add(s, pages, task.head, &queries[at * attention.width], &query_units[at],
+                      (first - task.first) * query_group(), rows, over, seen);
     }
 
     void attend(const Step& step, const Layer& l, Act* pages) {
@@ -414,8 +433,8 @@ class Model : public Decoder {
             if (step.member_count[member_of[t]] == 1) rotate_queries(step, l, t, task.head);
         attention.begin(s, rows);
         if (shared)
-            attention.add(s, pages, task.head, query(step, task.head, task.first, 0), 0, rows,
-                          {step.shared_ids + begin, step.shared_counts + begin, shared, 0}, nullptr);
+            add(step, s, pages, task, task.first, rows,
+                {step.shared_ids + begin, step.shared_counts + begin, shared, 0}, nullptr);
         for (int t = task.first; t < task.last;) {
             const int m = member_of[t], end = std::min(task.last, step.member_start[m] + step.member_count[m]);
             s.ahead(INT32_MAX);
@@ -449,8 +468,7 @@ class Model : public Decoder {
 #ifdef QUINTET_AMX
         if (by.unit == TILES) tiles_for(std::min(rows, 16));
 #endif
-        attention.add(s, pages, task.head, query(step, task.head, first, 0), (first - task.first) * group, rows, own,
-                      last - first > 1 ? s.seen : nullptr);
+        add(step, s, pages, task, first, rows, own, last - first > 1 ? s.seen : nullptr);
     }
 
     void finish(const Step& step, int first) {
