@@ -97,6 +97,42 @@ def test_bf16_products_agree_with_float32_on_every_unit(unit, size):
     assert 0 < off.mean() < 0.1 * found[torch.float32].std()
 
 
+@pytest.mark.parametrize(("part", "undone"), [("k_proj", "q_proj"), ("v_proj", "o_proj")])
+@pytest.mark.parametrize(("size", "fits"), [(100.0, True), (1e9, False)])
+@pytest.mark.parametrize("unit", Unit)
+def test_keys_and_values_that_fp16_cannot_hold_are_never_taken_for_others(unit, size, fits, part, undone):
+    library = load_library()
+    if not library.has(unit):
+        pytest.skip("not on this processor")
+    model, found = make_model("llama-3-heads-per-kv"), {}
+    for layer in model.model.layers:
+        getattr(layer.self_attn, part).weight.data *= size
+        getattr(layer.self_attn, undone).weight.data /= size
+    for dtype in (torch.float32, torch.bfloat16):
+        native = NativeModel(library, read_spec(model.config), dtype, pages=4, threads=2, unit=unit)
+        native.load({name: weight.bfloat16() for name, weight in model.state_dict().items()})
+        found[dtype] = native.logits(_prompt_step(list(range(2, 72))))
+    if unit is Unit.HALVES and not fits:
+        assert found[torch.bfloat16].isnan().all()
+    else:
+        off = (found[torch.bfloat16] - found[torch.float32]).abs()
+        assert off.mean() < 0.1 * found[torch.float32].std()
+
+
+@pytest.mark.parametrize("unit", Unit)
+def test_threads_that_write_neighbouring_tokens_of_a_page_lose_nothing(unit):
+    library = load_library()
+    if not library.has(unit):
+        pytest.skip("not on this processor")
+    model, step, found = make_model("llama-3-heads-per-kv"), _prompt_step(list(range(2, 85))), []
+    native = NativeModel(library, read_spec(model.config), torch.bfloat16, pages=4, threads=4, unit=unit)
+    native.load({name: weight.bfloat16() for name, weight in model.state_dict().items()})
+    for _ in range(60):
+        native.clear_pages(np.arange(4))
+        found.append(native.logits(step))
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
 def _prompt_step(ids):
     prompt = Prompt(1, 1, np.array(ids, dtype=np.int32), [], [1, 2, 3], 0)
     extra = Extra(prompt, None, prompt.ids, 0, np.array([1, 2, 3], dtype=np.int32), 0, True, [])

@@ -195,12 +195,15 @@ static inline void tile(const float* a, int lda, Right<bf16> right, float* out, 
 #ifdef QUINTET_FP16
 constexpr int RUN = 64;  // inner entries whose products are added up in fp16
 
-// fp16 sums of the two halves of pairs, added to float32 sums in units of 1 / FP16_UNIT.
+// fp16 sums of the two halves of pairs, added to float32 sums in units of 1 / FP16_UNIT. What is not finite in fp16 becomes
+// NaN: its bits, moved, would be an ordinary number.
 static inline void add_sums(__m512h sums, float* out) {
     asm volatile("" : "+v"(sums) : : "memory");  // one after the other: GCC would copy all of them first
     const __m512h both = _mm512_add_ph(sums, (__m512h)_mm512_rol_epi32((__m512i)sums, 16));
     const __m512i kept = _mm512_set1_epi32(int(0x8fffe000));  // sign, exponent and fraction in their new place
-    store(out, load(out) + (vf)_mm512_and_si512(_mm512_srai_epi32((__m512i)both, 3), kept));
+    const __m512i moved = _mm512_and_si512(_mm512_srai_epi32((__m512i)both, 3), kept);
+    const __mmask32 lost = _mm512_fpclass_ph_mask(both, 0x99);  // NaN of either kind, infinity of either sign
+    store(out, load(out) + (vf)_mm512_mask_mov_epi16(moved, lost, _mm512_set1_epi16(0x7fc0)));
 }
 
 // The same from rows and columns of fp16: twice the products of float32 in an instruction. Sums of RUN products are
@@ -213,9 +216,9 @@ static inline void tile(const half* a, int lda, Right<bf16> right, float* out, i
 #pragma GCC unroll 16
         for (int r = 0; r < N; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ph();
         for (int left = RUN; left > 0 && part < right.count;) {
-            const int end = std::min(right.depth, at + left);
-            left -= end - at;
-            for (; at < end; at += 2) {
+            const int stop = std::min(right.depth, at + left);
+            left -= stop - at;
+            for (; at < stop; at += 2) {
                 const bf16* b = right.parts[part] + at / 32 * 1024 + at % 32 * 16;
                 fetch(b, far), fetch(b + 512, far);
                 const __m512h b0 = (__m512h)pairs(b), b1 = (__m512h)pairs(b + 512);

@@ -30,7 +30,7 @@ constexpr int VL = 8;
 
 constexpr int PANEL = 2 * VL;  // columns of a packed matrix that are computed together
 constexpr int PAGE = 32;       // tokens of a KV page
-constexpr float PAGE_SCALE = 128;  // what keys and values are divided by in fp16: any below 8,188 can be added up
+constexpr float PAGE_SCALE = 128;  // what keys and values are divided by in fp16: any below 8,188 can be added up, else NaN
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
@@ -154,12 +154,12 @@ struct FP16 : BF16 {
     static inline void put(float* p, vf v) { store(p, v); }
     static inline void put(float* p, float x) { *p = x; }
     static inline void put(half* p, vf v) { put_halves(p, v); }
-    static inline bf16 to_page(bf16 x) {
-        const half number = half(widen(x) / PAGE_SCALE);
+    static inline bf16 bits_of(half x) {
         bf16 bits;
-        memcpy(&bits, &number, sizeof bits);
+        memcpy(&bits, &x, sizeof bits);
         return bits;
     }
+    static inline bf16 to_page(bf16 x) { return bits_of(half(widen(x) / PAGE_SCALE)); }
     static inline void to_pages(bf16 (&numbers)[16]) {
         const __m512i wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i*)numbers)), 16);
         put_halves(reinterpret_cast<half*>(numbers), (vf)wide / PAGE_SCALE);

@@ -159,11 +159,12 @@ struct Attention {
         if constexpr (P::HALF) P::to_pages(key), P::to_pages(value);
         to += d / 32 * 1024 + d % 32 * 16, values += d * 32;
         for (int i = 0; i < 16; i += 2) memcpy(to + i * 16, key + i, 4);
-        uint32_t both[16];
-        memcpy(both, values, 64);
-        for (int i = 0; i < 16; ++i) both[i] = odd ? (both[i] & 0xffff) | uint32_t(value[i]) << 16
-                                                   : (both[i] & 0xffff0000) | value[i];
-        memcpy(values, both, 64);
+        // The neighbour's halves are left alone: another thread may be writing them.
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value)));
+        if (odd)
+            _mm512_mask_storeu_epi16(values, 0xaaaaaaaa, _mm512_slli_epi32(wide, 16));
+        else
+            _mm512_mask_storeu_epi16(values, 0x55555555, wide);
     }
 
     // `last`: tokens that the last page shows.

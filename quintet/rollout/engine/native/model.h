@@ -244,16 +244,11 @@ class Model : public Decoder {
     template <class Number>
     static void halve([[maybe_unused]] Matrix<P>& m, [[maybe_unused]] int column, [[maybe_unused]] Number number) {
 #ifdef QUINTET_FP16
-        if constexpr (P::PAIRED) {
+        if constexpr (P::HALF) {
             float largest = 0;
             for (int k = 0; k < m.k; ++k) largest = std::max(largest, std::fabs(widen(number(k))));
             m.scale[column] = size_of(largest);
-            for (int k = 0; k < m.k; ++k) {
-                const half x = half(widen(number(k)) / m.scale[column]);
-                Act bits;
-                memcpy(&bits, &x, sizeof bits);
-                m.set(column, k, bits);
-            }
+            for (int k = 0; k < m.k; ++k) m.set(column, k, P::bits_of(half(widen(number(k)) / m.scale[column])));
         }
 #endif
     }
